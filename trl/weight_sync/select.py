@@ -1,0 +1,316 @@
+"""Which way the policy reaches the engine, decided before the engine is built.
+
+[`select_sync`] is a pure function of the model, the configuration and what vLLM can do. Every check below it returns a
+sentence that says why the adapter cannot be served as it is; all of them are kept.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftType
+from peft.tuners import lora
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+from transformers import PretrainedConfig
+
+from .adapter import (
+    VLLM_LORA_RANKS,
+    active_adapters,
+    base_model,
+    lora_layers,
+    policy_modules,
+    required_rank,
+    round_up_rank,
+)
+
+
+DYNAMIC = "dynamic"
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What the installed vLLM can do with one architecture.
+
+    Attributes:
+        supports_lora (`bool`): Whether vLLM can serve adapters for the architecture.
+        embedding_modules (`frozenset[str]`): Last names of the embedding modules that an adapter may target.
+        fused_modules (`tuple[tuple[str, ...], ...]`): Last names of modules that vLLM keeps in one tensor, such as
+            `("q_proj", "k_proj", "v_proj")`.
+        architecture (`str`): Name of the architecture, for messages.
+    """
+
+    supports_lora: bool = True
+    embedding_modules: frozenset[str] = frozenset({"embed_tokens", "lm_head"})
+    fused_modules: tuple[tuple[str, ...], ...] = ()
+    architecture: str = "the model"
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """How the policy reaches the engine.
+
+    Attributes:
+        strategy (`str`): `"dynamic"` (the adapter in vLLM's LoRA slots) or `"full"` (merged tensors).
+        reasons (`tuple[str, ...]`): Why it is not dynamic; empty when it is.
+        adapter (`str` or `None`): Name of the PEFT adapter served dynamically.
+        max_lora_rank (`int` or `None`): Rank of the engine's LoRA buffers.
+        target_modules (`tuple[str, ...]`): Last names of the modules that get LoRA buffers.
+        untie_embeddings (`bool`): Whether the engine must keep `lm_head` apart from `embed_tokens`, because the
+            policy's differ although the base model ties them.
+        fused_modules (`tuple[tuple[str, ...], ...]`): See [`EngineCapabilities`].
+    """
+
+    strategy: str
+    reasons: tuple[str, ...] = ()
+    adapter: str | None = None
+    max_lora_rank: int | None = None
+    target_modules: tuple[str, ...] = ()
+    untie_embeddings: bool = False
+    fused_modules: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """The adapter under examination, as the checks see it."""
+
+    model: nn.Module
+    capabilities: EngineCapabilities
+    names: list[str]
+    name: str
+    config: Any
+    layers: dict[str, LoraLayer]
+
+
+def _one_active_adapter(candidate: _Candidate) -> Iterator[str]:
+    if len(candidate.names) != 1:
+        yield f"{len(candidate.names)} adapters are active ({', '.join(candidate.names) or 'none'}), one is served"
+
+
+def _is_lora(candidate: _Candidate) -> Iterator[str]:
+    if candidate.config.peft_type != PeftType.LORA:
+        yield f"the adapter is of type {PeftType(candidate.config.peft_type).value}, vLLM serves LORA"
+
+
+def _engine_serves_lora(candidate: _Candidate) -> Iterator[str]:
+    if not candidate.capabilities.supports_lora:
+        yield f"vLLM serves no adapters for {candidate.capabilities.architecture}"
+
+
+def _rank_fits(candidate: _Candidate) -> Iterator[str]:
+    rank = required_rank(candidate.config.r, candidate.layers, candidate.name)
+    if round_up_rank(rank) is None:
+        yield f"the adapter needs rank {rank}, vLLM serves at most {VLLM_LORA_RANKS[-1]}"
+
+
+def _no_bias(candidate: _Candidate) -> Iterator[str]:
+    if candidate.config.bias != "none":
+        yield f"bias={candidate.config.bias!r} trains biases of the base model"
+    if getattr(candidate.config, "lora_bias", False):
+        yield "lora_bias=True adds a bias to the adapter"
+
+
+def _no_variant(candidate: _Candidate) -> Iterator[str]:
+    if candidate.config.use_dora:
+        yield "use_dora=True (DoRA) rescales the merged weights"
+        return
+    variants = {
+        type(layer.lora_variant[candidate.name]).__name__
+        for layer in candidate.layers.values()
+        if candidate.name in getattr(layer, "lora_variant", {})
+    }
+    for variant in sorted(variants):
+        yield f"the LoRA variant {variant} computes more than B @ A"
+
+
+def _layers_servable(candidate: _Candidate) -> Iterator[str]:
+    seen = set()
+    for name, layer in candidate.layers.items():
+        last, base = name.rpartition(".")[2], layer.get_base_layer()
+        if isinstance(layer, lora.layer.ParamWrapper) and (layer.num_experts != 1 or layer.parameter_name != "weight"):
+            reason = (
+                f"target_parameters adapts {last}.{layer.parameter_name}, which is not the matrix of a linear layer"
+            )
+        elif isinstance(base, nn.Embedding) or last == "lm_head":
+            if last in candidate.capabilities.embedding_modules:
+                continue
+            reason = f"vLLM serves no adapter on {last} for {candidate.capabilities.architecture}"
+        elif not _is_matrix(getattr(base, "weight", None)):
+            reason = f"{last} is a {type(base).__name__}, vLLM adapts linear and embedding layers"
+        else:
+            continue
+        if reason not in seen:
+            seen.add(reason)
+            yield reason
+
+
+def _is_matrix(weight: torch.Tensor | None) -> bool:
+    # bitsandbytes keeps a 4-bit matrix packed in a column, and its shape in `quant_state`.
+    return weight is not None and (weight.dim() == 2 or hasattr(weight, "quant_state"))
+
+
+def _full_tensors_apart(candidate: _Candidate) -> Iterator[str]:
+    """Full tensors beside the adapter must not share one of vLLM's fused tensors with an adapted module."""
+    adapted = {
+        sibling for name in candidate.layers for sibling in fused_siblings(name, candidate.capabilities.fused_modules)
+    }
+    for name, wrapper, _ in policy_modules(base_model(candidate.model)):
+        if isinstance(wrapper, AuxiliaryTrainingWrapper) and name in adapted:
+            yield f"{name} is trained in full beside an adapter on the same fused layer of vLLM"
+
+
+def _no_other_trained_weights(candidate: _Candidate) -> Iterator[str]:
+    trained = [
+        f"{name}.{parameter_name}"
+        for name, wrapper, module in policy_modules(base_model(candidate.model))
+        if not isinstance(wrapper, AuxiliaryTrainingWrapper)
+        for parameter_name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+    ]
+    if trained and candidate.config.bias == "none":
+        yield f"{len(trained)} parameters of the base model are trained too ({trained[0]}, ...)"
+
+
+_CHECKS: tuple[Callable[[_Candidate], Iterator[str]], ...] = (
+    _one_active_adapter,
+    _engine_serves_lora,
+    _rank_fits,
+    _no_bias,
+    _no_variant,
+    _layers_servable,
+    _full_tensors_apart,
+    _no_other_trained_weights,
+)
+
+
+def fused_siblings(name: str, fused_modules: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Names of the modules that share one of vLLM's tensors with module `name`, itself included."""
+    parent, _, last = name.rpartition(".")
+    group = next((group for group in fused_modules if last in group), (last,))
+    return [f"{parent}.{sibling}" if parent else sibling for sibling in group]
+
+
+def unservable_reasons(model: nn.Module, capabilities: EngineCapabilities) -> list[str]:
+    """Every reason why vLLM cannot serve the model's adapter as it is; `[]` when it can."""
+    if not hasattr(model, "peft_config"):
+        return ["the model has no adapter"]
+    names = active_adapters(model)
+    name = names[0] if names else next(iter(model.peft_config))
+    candidate = _Candidate(model, capabilities, names, name, model.peft_config[name], lora_layers(model, name))
+    reasons = list(_is_lora(candidate))
+    if reasons:
+        return reasons
+    return [reason for check in _CHECKS for reason in check(candidate)]
+
+
+def _check_can_be_pushed(model: nn.Module) -> None:
+    """Raise for policies that no strategy can put into vLLM."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "full_tensor"):
+            raise ValueError(
+                f"Parameter {name!r} is sharded over processes (DeepSpeed ZeRO-3 or FSDP). Weights can be sent to "
+                "vLLM only from unsharded models so far: train in one process, or set use_vllm=False."
+            )
+    for name in active_adapters(model):
+        config = model.peft_config[name]
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"Adapter {name!r} is of type {PeftType(config.peft_type).value}: it changes the model's input, not "
+                "its weights, so vLLM cannot sample from it. Use an adapter that changes weights, such as LoRA, or "
+                "set use_vllm=False."
+            )
+    for name, wrapper, base in policy_modules(base_model(model)):
+        if not isinstance(wrapper, BaseTunerLayer):
+            continue
+        if wrapper.merged:
+            raise ValueError(
+                f"The adapter of {name!r} is merged into its base weights, so training it would change nothing that "
+                "is sampled from. Call `model.unmerge_adapter()`, or `model.merge_and_unload()` and add a new adapter."
+            )
+        if any(getattr(wrapper, "lora_bias", {}).values()) and getattr(base, "bias", None) is None:
+            raise ValueError(
+                f"lora_bias=True on {name!r}, which has no bias: vLLM has no place for the adapter's bias. Target "
+                "only modules with a bias, set lora_bias=False, or set use_vllm=False."
+            )
+
+
+def _buffer_rank(model: nn.Module, max_lora_rank: int | None, adapter: str) -> int:
+    rank = required_rank(model.peft_config[adapter].r, lora_layers(model, adapter), adapter)
+    needed = round_up_rank(rank)
+    if max_lora_rank is None:
+        return needed
+    if max_lora_rank < rank:
+        raise ValueError(
+            f"max_lora_rank={max_lora_rank} is too small: the adapter has rank {rank} and needs "
+            f"max_lora_rank={needed}. Set that, or leave max_lora_rank unset to have it computed."
+        )
+    return max_lora_rank
+
+
+def _needs_untied_embeddings(model: nn.Module) -> bool:
+    """Whether the adapter makes input and output embeddings differ that the base model ties."""
+    root = base_model(model)
+    config: PretrainedConfig = root.config
+    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
+        return False
+    ends = ("embed_tokens", "lm_head")
+    return any(wrapper is not None and name.endswith(ends) for name, wrapper, _ in policy_modules(root))
+
+
+def select_sync(model: nn.Module, config: Any, capabilities: EngineCapabilities) -> SyncPlan:
+    """Decide how the policy reaches the engine. Nothing is changed and nothing is logged.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The policy.
+        config ([`GRPOConfig`]): `vllm_enable_lora` and `max_lora_rank` are read.
+        capabilities ([`EngineCapabilities`]): What vLLM can do with this architecture.
+
+    Returns:
+        [`SyncPlan`]
+
+    Raises:
+        ValueError: For `vllm_enable_lora=True` with an adapter that cannot be served (all reasons are named), for a
+            `max_lora_rank` below the adapter's rank, and for policies that cannot be put into vLLM at all.
+    """
+    _check_can_be_pushed(model)
+    reasons = unservable_reasons(model, capabilities)
+    shared = {"fused_modules": capabilities.fused_modules, "untie_embeddings": _needs_untied_embeddings(model)}
+
+    if config.vllm_enable_lora is False:
+        return SyncPlan(FULL, ("vllm_enable_lora=False",), **shared)
+    if reasons and config.vllm_enable_lora:
+        listed = "".join(f"\n- {reason}" for reason in reasons)
+        raise ValueError(
+            f"vllm_enable_lora=True, but vLLM cannot serve this adapter as it is:{listed}\nChange the adapter, or "
+            "leave vllm_enable_lora unset to send merged weights instead."
+        )
+    if reasons:
+        return SyncPlan(FULL, tuple(reasons), **shared)
+
+    adapter = active_adapters(model)[0]
+    layers = lora_layers(model, adapter)
+    targets = sorted({name.rpartition(".")[2] for name in layers})
+    rank = _buffer_rank(model, config.max_lora_rank, adapter)
+    return SyncPlan(DYNAMIC, (), adapter, rank, tuple(targets), **shared)
+
+
+def announce(plan: SyncPlan, has_adapter: bool, logger: Any) -> None:
+    """Say once how the policy reaches the engine: at INFO, or as a warning where an adapter has to be merged."""
+    if plan.strategy == DYNAMIC:
+        logger.info(f"vLLM serves the adapter {plan.adapter!r} itself (LoRA buffers of rank {plan.max_lora_rank}).")
+    elif has_adapter and plan.reasons != ("vllm_enable_lora=False",):
+        warnings.warn(
+            f"The adapter cannot be served by vLLM as it is, so merged weights are sent: {'; '.join(plan.reasons)}. "
+            "Set "
+            "vllm_enable_lora=False to choose this and silence the warning.",
+            stacklevel=3,
+        )
+    else:
+        logger.info(f"vLLM is sent full weights ({'; '.join(plan.reasons)}).")

@@ -1,0 +1,187 @@
+"""What a push sends: the adapter and the few full tensors beside it, or every tensor that the adapter changes.
+
+Nothing here writes to the trainer's parameters. Merged tensors are computed on a copy of one layer at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+
+from ..generation.engine import PolicyUpdate, PushReport, RolloutEngine
+from .adapter import active_adapters, base_model, canonical_adapter, lora_layers, policy_modules
+from .select import DYNAMIC, SyncPlan, fused_siblings
+
+
+NamedTensors = Iterator[tuple[str, torch.Tensor]]
+
+
+def base_tensors(model: nn.Module) -> NamedTensors:
+    """Parameters and persistent buffers of the base model by checkpoint name, adapters left out. No copies."""
+    for name, _, module in policy_modules(base_model(model)):
+        yield from _tensors(name, module)
+
+
+def _tensors(name: str, module: nn.Module) -> NamedTensors:
+    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None and key not in module._non_persistent_buffers_set:
+            yield f"{name}.{key}" if name else key, _dequantized(module, key, tensor)
+
+
+def _dequantized(module: nn.Module, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    if key == "weight" and hasattr(tensor, "quant_state"):
+        from peft.utils.integrations import dequantize_module_weight
+
+        return dequantize_module_weight(module).detach()
+    return tensor.detach()
+
+
+def _merged_tensors(name: str, layer: BaseTunerLayer, adapters: list[str]) -> NamedTensors:
+    """Tensors of the layer with its adapters merged, computed in float32 on a copy."""
+    merged = copy.deepcopy(layer).float()
+    wrapper = merged
+    while isinstance(wrapper, BaseTunerLayer):
+        wrapper.merge(adapter_names=[adapter for adapter in adapters if _holds(wrapper, adapter)])
+        wrapper = wrapper.base_layer
+    yield from _tensors(name, wrapper)
+
+
+def _holds(layer: BaseTunerLayer, adapter: str) -> bool:
+    return any(adapter in getattr(layer, attribute, ()) for attribute in layer.adapter_layer_names)
+
+
+def _auxiliary_tensors(name: str, wrapper: AuxiliaryTrainingWrapper, adapters: list[str]) -> NamedTensors:
+    """Tensors of a module that is trained in full, or in some rows (`trainable_token_indices`)."""
+    active = [adapter for adapter in adapters if adapter in wrapper._adapters]
+    if not active:
+        yield from _all_tensors(name, wrapper.original_module)
+    elif isinstance(wrapper, ModulesToSaveWrapper):
+        yield from _all_tensors(name, wrapper.modules_to_save[active[0]])
+    else:
+        weight = wrapper.token_adapter.get_merged_weights(active).detach()
+        yield from (
+            (key, weight if key == f"{name}.weight" else tensor)
+            for key, tensor in _tensors(name, wrapper.original_module)
+        )
+
+
+def _all_tensors(prefix: str, module: nn.Module) -> NamedTensors:
+    for name, _, child in policy_modules(module, prefix):
+        yield from _tensors(name, child)
+
+
+class _PolicyTensors:
+    """Walks the policy's tensors that differ from the base, one layer at a time.
+
+    Args:
+        model (`nn.Module`): The policy.
+        wanted (callable): `(wrapper, module) -> bool`, whether the module's tensors belong to the push.
+        fused_modules: Modules that vLLM keeps in one tensor are sent together.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Callable, fused_modules: tuple[tuple[str, ...], ...]):
+        self.model, self.wanted, self.fused_modules = model, wanted, fused_modules
+
+    @torch.no_grad()
+    def __iter__(self) -> NamedTensors:
+        adapters = active_adapters(self.model)
+        located = {name: (wrapper, module) for name, wrapper, module in policy_modules(base_model(self.model))}
+        names = dict.fromkeys(
+            sibling
+            for name, (wrapper, module) in located.items()
+            if self.wanted(wrapper, module)
+            for sibling in fused_siblings(name, self.fused_modules)
+            if sibling in located
+        )
+        for name in names:
+            wrapper, module = located[name]
+            if isinstance(wrapper, BaseTunerLayer):
+                yield from _merged_tensors(name, wrapper, adapters)
+            elif isinstance(wrapper, AuxiliaryTrainingWrapper):
+                yield from _auxiliary_tensors(name, wrapper, adapters)
+            else:
+                yield from _tensors(name, module)
+
+
+def _is_auxiliary(wrapper: nn.Module | None, module: nn.Module) -> bool:
+    return isinstance(wrapper, AuxiliaryTrainingWrapper)
+
+
+def _is_changed(wrapper: nn.Module | None, module: nn.Module) -> bool:
+    return wrapper is not None or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+class WeightSync:
+    """Keeps an engine on the trainer's policy.
+
+    The policy has a version of its own. It rises when the trainer says so ([`policy_changed`]) and whenever the
+    trained parameters have been written to since the last push, so an evaluation, a resumed run or a checkpoint loaded
+    half way is never sampled from with old weights.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The policy.
+        plan ([`SyncPlan`] or `None`): From [`select_sync`]. `None` for an engine that samples from `model` itself.
+        recreate_every (`int`, *optional*): Rebuild the engine after this many policy updates.
+    """
+
+    def __init__(self, model: nn.Module, plan: SyncPlan | None, recreate_every: int | None = None):
+        self.model = model
+        self.plan = plan
+        self.recreate_every = recreate_every
+        self._version = 0
+        self._updates_since_build = 0
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._seen = self._fingerprint()
+        self._layers = lora_layers(model, plan.adapter) if plan is not None and plan.strategy == DYNAMIC else {}
+        self._has_auxiliary = any(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules())
+
+    def _fingerprint(self) -> list[tuple[int, int]]:
+        return [(parameter.data_ptr(), parameter._version) for parameter in self._trained]
+
+    @property
+    def version(self) -> int:
+        """Version of the policy that the trainer holds now, starting at 0."""
+        fingerprint = self._fingerprint()
+        if fingerprint != self._seen:
+            self.policy_changed()
+        return self._version
+
+    def policy_changed(self) -> None:
+        """Count a change of the policy. Call it where weights change in a way that autograd does not see."""
+        self._version += 1
+        self._seen = self._fingerprint()
+
+    def export(self) -> PolicyUpdate:
+        """The policy as it is now, for an engine. Refers to the live parameters; engines copy what they keep."""
+        version = self.version
+        if self.plan is None:
+            return PolicyUpdate(version)
+        if self.plan.strategy == DYNAMIC:
+            adapter = canonical_adapter(self._layers, self.plan.adapter)
+            beside = _PolicyTensors(self.model, _is_auxiliary, self.plan.fused_modules)
+            return PolicyUpdate(version, adapter, beside.__iter__ if self._has_auxiliary else None)
+        changed = _PolicyTensors(self.model, _is_changed, self.plan.fused_modules)
+        return PolicyUpdate(version, {}, changed.__iter__)
+
+    def push(self, engine: RolloutEngine) -> PushReport | None:
+        """Bring the engine to the current policy, and rebuild it first where that is due.
+
+        Returns:
+            [`PushReport`], or `None` when the engine already serves this version.
+
+        Raises:
+            PolicyMismatchError: When the engine does not hold what was sent.
+        """
+        if engine.policy_version == self.version:
+            return None
+        if self.recreate_every is not None and self._updates_since_build >= self.recreate_every:
+            engine.recreate()
+            self._updates_since_build = 0
+        report = engine.push(self.export())
+        self._updates_since_build += 1
+        return report
