@@ -13,6 +13,7 @@ from trl.weight_sync import WeightSync, base_tensors, select_sync
 from trl.weight_sync.adapter import base_model
 
 
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -22,7 +23,7 @@ def lora(**arguments):
 
 def make_policy(peft_config, architecture="llama", **model_arguments):
     """A tiny model with the adapter, or the model itself for `None`. The caller's random state is left alone."""
-    model = make_model(architecture, **model_arguments)
+    model = make_model(architecture, **model_arguments).to(DEVICE)
     if peft_config is None:
         return model
     with torch.random.fork_rng():
@@ -36,7 +37,7 @@ def move(model, seed=1, scale=0.1):
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter.device))
     return model
 
 
@@ -46,6 +47,6 @@ def build_engine(
     """`(engine, sync)` for a model, as the trainer builds them."""
     config = SimpleNamespace(vllm_enable_lora=vllm_enable_lora, max_lora_rank=max_lora_rank)
     plan = select_sync(model, config, engine_capabilities(base_model(model).config))
-    settings = VllmSettings(dtype, torch.device("cpu"), max_num_seqs=8, **settings)
+    settings = VllmSettings(dtype, DEVICE, max_num_seqs=8, **settings)
     engine = VllmEngine(plan, base_model(model).config, partial(base_tensors, model), settings)
     return engine, WeightSync(model, plan, recreate_every)

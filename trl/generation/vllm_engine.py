@@ -295,6 +295,9 @@ def _sampling_parameters(sampling: SamplingConfig) -> Any:
 
 def _save_config(config: PretrainedConfig, plan: SyncPlan, folder: str) -> None:
     config = type(config).from_dict(config.to_dict())
+    # A quantised base (GGUF, bitsandbytes) is sent as the trainer computes with it: dequantised.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     if plan.untie_embeddings:
         config.tie_word_embeddings = False
         config.get_text_config().tie_word_embeddings = False

@@ -77,11 +77,10 @@ def _adapter_manager(model_runner: Any) -> Any:
 def _model_architecture(hf_config: Any) -> type | None:
     """vLLM's own class for the architecture, or `None` where it has none."""
     from vllm.model_executor.models import ModelRegistry
-    from vllm.model_executor.models.registry import ModelRegistry as registry
 
     for architecture in hf_config.architectures or ():
         if architecture in ModelRegistry.get_supported_archs():
-            return registry._try_load_model_cls(architecture)
+            return ModelRegistry._try_load_model_cls(architecture)
     return None
 
 
@@ -290,11 +289,15 @@ class AdapterSlot:
     @torch.no_grad()
     def differing(self) -> list[str]:
         """Names of the tensors whose buffer is not, to the bit, what was staged."""
+        pairs = zip(self.names, self.held, self.sent, strict=True)
+        if self.flat.device.type == "cpu":
+            return [name for name, held, sent in pairs if not torch.equal(held, sent)]
+        # On a GPU a comparison at a time would wait for the device once per tensor.
         largest = torch._foreach_norm(torch._foreach_sub(self.held, self.sent), float("inf"))
         unequal = torch.stack(largest) != 0
         if not unequal.any():
             return []
-        return [name for name, wrong in zip(self.names, unequal.tolist(), strict=True) if wrong]
+        return [name for (name, *_), wrong in zip(pairs, unequal.tolist(), strict=True) if wrong]
 
 
 def _shapes(adapter: dict[str, AdapterModule]) -> dict[str, tuple[torch.Size, torch.Size]]:
