@@ -79,7 +79,7 @@ def build_engine(model, device: str, dtype: torch.dtype, vllm_enable_lora=None, 
     """`(engine, sync)` as the trainer builds them."""
     config = SimpleNamespace(vllm_enable_lora=vllm_enable_lora, max_lora_rank=None)
     root = base_model(model)
-    plan = select_sync(model, config, engine_capabilities(root.config))
+    plan = select_sync(model, config, engine_capabilities(root.config, dtype, torch.device(device)))
     settings = VllmSettings(dtype=dtype, device=torch.device(device), **settings)
     return VllmEngine(plan, root.config, lambda: base_tensors(model), settings), WeightSync(model, plan)
 

@@ -115,7 +115,11 @@ def test_an_accelerate_config_decides_alone(config):
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [
-        ("lora_rank: 8", [], "Unknown key 'lora_rank' in the config file. Did you mean 'local_rank' or 'lora_r'?"),
+        (
+            "lora_rank: 8",
+            [],
+            "Unknown key 'lora_rank' in the config file. Did you mean 'local_rank' or 'max_lora_rank' or 'lora_r'?",
+        ),
         ("", ["--num_generation", "8"], "Unknown argument '--num_generation'. Did you mean 'num_generations'"),
         ("num_proceses: 2", [], "Did you mean 'num_processes'"),
         ("", ["--lora_r", "many"], "invalid int value: 'many'"),
@@ -155,7 +159,8 @@ def test_reward_functions_by_path():
 
     assert grpo.load_function("math.fsum") is fsum
     assert grpo.load_function("math:fsum") is fsum
-    assert grpo.load_rewards(grpo.GRPOScriptArguments(reward_funcs=["math:fsum"])) == [fsum]
+    script_args = grpo.GRPOScriptArguments(reward_funcs=["math:fsum"], reward_model_name_or_path="judge")
+    assert grpo.load_rewards(script_args) == ["judge", fsum]
 
 
 @pytest.mark.parametrize(

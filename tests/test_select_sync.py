@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from peft import AdaLoraConfig, IA3Config, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 
 from tests.testing_utils import make_model
@@ -106,6 +107,14 @@ def test_trained_base_parameter_is_not_left_behind():
 def test_architecture_without_lora():
     plan = select_sync(make_policy(lora()), config(), EngineCapabilities(supports_lora=False, architecture="Other"))
     assert plan.reasons == ("vLLM serves no adapters for Other",)
+
+
+def test_kernels_without_float32():
+    model = make_policy(lora())
+    half = frozenset({torch.float16, torch.bfloat16})
+    reasons = select_sync(model, config(), EngineCapabilities(dtype=torch.float32, lora_dtypes=half)).reasons
+    assert reasons == ("vLLM's LoRA kernels compute in bfloat16 and float16 here, training is in float32",)
+    assert not select_sync(model, config(), EngineCapabilities(dtype=torch.bfloat16, lora_dtypes=half)).reasons
 
 
 def test_architecture_without_embedding_adapters():

@@ -46,7 +46,7 @@ def build_engine(
 ):
     """`(engine, sync)` for a model, as the trainer builds them."""
     config = SimpleNamespace(vllm_enable_lora=vllm_enable_lora, max_lora_rank=max_lora_rank)
-    plan = select_sync(model, config, engine_capabilities(base_model(model).config))
-    settings = VllmSettings(dtype, DEVICE, max_num_seqs=8, **settings)
+    plan = select_sync(model, config, engine_capabilities(base_model(model).config, dtype, DEVICE))
+    settings = VllmSettings(dtype, DEVICE, max_num_seqs=8, extra={"enforce_eager": True}, **settings)
     engine = VllmEngine(plan, base_model(model).config, partial(base_tensors, model), settings)
     return engine, WeightSync(model, plan, recreate_every)

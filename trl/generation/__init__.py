@@ -1,8 +1,23 @@
 """Engines that sample completions from the policy."""
 
-from .engine import AdapterModule, PolicyUpdate, PushReport, Rollout, RolloutEngine, SamplingConfig
-from .factory import create_rollout_engine
+from typing import TYPE_CHECKING
 
+from .._lazy import lazy_names
+
+
+_MODULES = {
+    "AdapterModule": ".engine",
+    "PolicyUpdate": ".engine",
+    "PushReport": ".engine",
+    "Rollout": ".engine",
+    "RolloutEngine": ".engine",
+    "SamplingConfig": ".engine",
+    "create_rollout_engine": ".factory",
+}
+
+if TYPE_CHECKING:
+    from .engine import AdapterModule, PolicyUpdate, PushReport, Rollout, RolloutEngine, SamplingConfig
+    from .factory import create_rollout_engine
 
 __all__ = [
     "AdapterModule",
@@ -13,3 +28,5 @@ __all__ = [
     "SamplingConfig",
     "create_rollout_engine",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -53,10 +53,11 @@ def create_rollout_engine(
     vllm_worker.check_installed()
     _check_machine(args, accelerator)
     config = base_model(model).config
-    plan = select_sync(model, args, engine_capabilities(config))
+    dtype = _serving_dtype(model, args)
+    plan = select_sync(model, args, engine_capabilities(config, dtype, accelerator.device))
     announce(plan, has_adapter=hasattr(model, "peft_config"), logger=logger)
     settings = vllm_engine.VllmSettings(
-        dtype=_serving_dtype(model, args),
+        dtype=dtype,
         device=accelerator.device,
         seed=args.seed,
         max_num_seqs=args.per_device_train_batch_size * args.steps_per_generation,
@@ -70,8 +71,8 @@ def create_rollout_engine(
     return engine, plan
 
 
-def engine_capabilities(config: Any) -> EngineCapabilities:
-    """What the installed vLLM can do with the model that `config` describes.
+def engine_capabilities(config: Any, dtype: torch.dtype, device: torch.device) -> EngineCapabilities:
+    """What the installed vLLM can do with the model that `config` describes, in `dtype` on `device`.
 
     Raises:
         ValueError: When vLLM does not know the architecture.
@@ -86,7 +87,12 @@ def engine_capabilities(config: Any) -> EngineCapabilities:
             f"vLLM {vllm_worker.installed_version()} does not know the architecture {names}. Set use_vllm=False."
         )
     return EngineCapabilities(
-        architecture.supports_lora, architecture.embedding_modules, architecture.fused_modules, names
+        supports_lora=architecture.supports_lora,
+        embedding_modules=architecture.embedding_modules,
+        fused_modules=architecture.fused_modules,
+        architecture=names,
+        dtype=dtype,
+        lora_dtypes=vllm_worker.lora_dtypes(device),
     )
 
 

@@ -107,6 +107,11 @@ def describe_architecture(hf_config: Any) -> Architecture | None:
     )
 
 
+def lora_dtypes(device: torch.device) -> frozenset[torch.dtype] | None:
+    """What vLLM's LoRA kernels compute in: the Triton kernels of GPUs assert half precision, the CPU's take any."""
+    return None if device.type == "cpu" else frozenset({torch.float16, torch.bfloat16})
+
+
 def abort_unfinished(llm: LLM) -> None:
     """Take every request out of the scheduler, so that a failed `generate` does not wedge the next one.
 

@@ -45,12 +45,16 @@ class EngineCapabilities:
         fused_modules (`tuple[tuple[str, ...], ...]`): Last names of modules that vLLM keeps in one tensor, such as
             `("q_proj", "k_proj", "v_proj")`.
         architecture (`str`): Name of the architecture, for messages.
+        dtype (`torch.dtype`): What the engine will compute in.
+        lora_dtypes (`frozenset[torch.dtype]`, *optional*): What its LoRA kernels can compute in; any if `None`.
     """
 
     supports_lora: bool = True
     embedding_modules: frozenset[str] = frozenset({"embed_tokens", "lm_head"})
     fused_modules: tuple[tuple[str, ...], ...] = ()
     architecture: str = "the model"
+    dtype: torch.dtype = torch.float32
+    lora_dtypes: frozenset[torch.dtype] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,13 @@ def _is_lora(candidate: _Candidate) -> Iterator[str]:
 def _engine_serves_lora(candidate: _Candidate) -> Iterator[str]:
     if not candidate.capabilities.supports_lora:
         yield f"vLLM serves no adapters for {candidate.capabilities.architecture}"
+
+
+def _engine_computes_lora(candidate: _Candidate) -> Iterator[str]:
+    dtype, served = candidate.capabilities.dtype, candidate.capabilities.lora_dtypes
+    if served is not None and dtype not in served:
+        names = " and ".join(sorted(str(name).removeprefix("torch.") for name in served))
+        yield f"vLLM's LoRA kernels compute in {names} here, training is in {str(dtype).removeprefix('torch.')}"
 
 
 def _rank_fits(candidate: _Candidate) -> Iterator[str]:
@@ -181,6 +192,7 @@ def _no_other_trained_weights(candidate: _Candidate) -> Iterator[str]:
 _CHECKS: tuple[Callable[[_Candidate], Iterator[str]], ...] = (
     _one_active_adapter,
     _engine_serves_lora,
+    _engine_computes_lora,
     _rank_fits,
     _no_bias,
     _no_variant,
