@@ -13,7 +13,7 @@ from ..weight_sync.adapter import base_model
 from ..weight_sync.select import EngineCapabilities, SyncPlan, announce, select_sync
 from ..weight_sync.strategies import base_tensors
 from .engine import RolloutEngine
-from .process_state import vllm_process
+from .process_state import globals_kept, vllm_process
 
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def engine_capabilities(config: Any, dtype: torch.dtype, device: torch.device) -
     from . import vllm_worker
 
     names = ", ".join(config.architectures or ()) or type(config).__name__
-    with vllm_process({}):
+    with globals_kept(), vllm_process({}):
         architecture = vllm_worker.describe_architecture(config)
     if architecture is None:
         raise ValueError(

@@ -18,7 +18,7 @@ from ..weight_sync.select import DYNAMIC, SyncPlan
 from ..weight_sync.verify import PolicyMismatchError
 from . import vllm_worker
 from .engine import PolicyUpdate, PushReport, Rollout, SamplingConfig
-from .process_state import random_state_kept, vllm_process
+from .process_state import globals_kept, random_state_kept, vllm_process
 
 
 BaseTensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -87,6 +87,7 @@ class VllmEngine:
         self._environment = _engine_variables(self._config, self.settings)
         with (
             tempfile.TemporaryDirectory(prefix="trl-vllm-") as folder,
+            globals_kept(),
             self._running(),
             random_state_kept(self.settings.device),
         ):
