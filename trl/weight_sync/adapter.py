@@ -33,6 +33,11 @@ def active_adapters(model: nn.Module) -> list[str]:
     return list(model.active_adapters) if isinstance(model, PeftModel) else []
 
 
+def is_bitsandbytes(parameter: torch.Tensor | None) -> bool:
+    """Whether bitsandbytes keeps the parameter quantised. Told by name, so that it need not be installed."""
+    return type(parameter).__name__ in ("Params4bit", "Int8Params")
+
+
 def policy_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module | None, nn.Module]]:
     """Walk the model by checkpoint names, looking through what PEFT wrapped.
 

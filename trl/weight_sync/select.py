@@ -24,6 +24,7 @@ from .adapter import (
     VLLM_LORA_RANKS,
     active_adapters,
     base_model,
+    is_bitsandbytes,
     lora_layers,
     policy_modules,
     required_rank,
@@ -163,8 +164,8 @@ def _layers_servable(candidate: _Candidate) -> Iterator[str]:
 
 
 def _is_matrix(weight: torch.Tensor | None) -> bool:
-    # bitsandbytes keeps a 4-bit matrix packed in a column, and its shape in `quant_state`.
-    return weight is not None and (weight.dim() == 2 or hasattr(weight, "quant_state"))
+    # bitsandbytes keeps a 4-bit matrix packed in a column.
+    return weight is not None and (weight.dim() == 2 or is_bitsandbytes(weight))
 
 
 def _full_tensors_apart(candidate: _Candidate) -> Iterator[str]:
@@ -239,6 +240,12 @@ def _check_can_be_pushed(model: nn.Module) -> None:
                 "set use_vllm=False."
             )
     for name, wrapper, base in policy_modules(base_model(model)):
+        for key, parameter in base.named_parameters(recurse=False):
+            if not parameter.is_floating_point() and not is_bitsandbytes(parameter):
+                raise ValueError(
+                    f"{name}.{key} is quantised ({parameter.dtype}) in a way that cannot be sent to vLLM. Load the "
+                    "model unquantised or with bitsandbytes, or set use_vllm=False."
+                )
         if not isinstance(wrapper, BaseTunerLayer):
             continue
         if wrapper.merged:
@@ -250,6 +257,17 @@ def _check_can_be_pushed(model: nn.Module) -> None:
             raise ValueError(
                 f"lora_bias=True on {name!r}, which has no bias: vLLM has no place for the adapter's bias. Target "
                 "only modules with a bias, set lora_bias=False, or set use_vllm=False."
+            )
+
+
+def _check_can_be_merged(model: nn.Module, reasons: tuple[str, ...]) -> None:
+    """Raise for merged weights on a quantised base: they would have to be quantised again, to something else."""
+    for name, wrapper, base in policy_modules(base_model(model)):
+        if isinstance(wrapper, BaseTunerLayer) and is_bitsandbytes(getattr(base, "weight", None)):
+            raise ValueError(
+                f"The adapter has to be merged for vLLM ({'; '.join(reasons)}), but {name} is quantised, and a merged "
+                "weight cannot be quantised exactly. Use an adapter that vLLM can serve as it is, an unquantised "
+                "base, or use_vllm=False."
             )
 
 
@@ -296,7 +314,7 @@ def select_sync(model: nn.Module, config: Any, capabilities: EngineCapabilities)
     shared = {"fused_modules": capabilities.fused_modules, "untie_embeddings": _needs_untied_embeddings(model)}
 
     if config.vllm_enable_lora is False:
-        return SyncPlan(FULL, ("vllm_enable_lora=False",), **shared)
+        reasons = ["vllm_enable_lora=False"]
     if reasons and config.vllm_enable_lora:
         listed = "".join(f"\n- {reason}" for reason in reasons)
         raise ValueError(
@@ -304,6 +322,7 @@ def select_sync(model: nn.Module, config: Any, capabilities: EngineCapabilities)
             "leave vllm_enable_lora unset to send merged weights instead."
         )
     if reasons:
+        _check_can_be_merged(model, tuple(reasons))
         return SyncPlan(FULL, tuple(reasons), **shared)
 
     adapter = active_adapters(model)[0]

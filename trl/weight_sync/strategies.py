@@ -14,7 +14,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from ..generation.engine import PolicyUpdate, PushReport, RolloutEngine
-from .adapter import active_adapters, base_model, canonical_adapter, lora_layers, policy_modules
+from .adapter import active_adapters, base_model, canonical_adapter, is_bitsandbytes, lora_layers, policy_modules
 from .select import DYNAMIC, SyncPlan, fused_siblings
 
 
@@ -30,15 +30,16 @@ def base_tensors(model: nn.Module) -> NamedTensors:
 def _tensors(name: str, module: nn.Module) -> NamedTensors:
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None and key not in module._non_persistent_buffers_set:
-            yield f"{name}.{key}" if name else key, _dequantized(module, key, tensor)
+            yield f"{name}.{key}" if name else key, _dequantized(module, tensor)
 
 
-def _dequantized(module: nn.Module, key: str, tensor: torch.Tensor) -> torch.Tensor:
-    if key == "weight" and hasattr(tensor, "quant_state"):
-        from peft.utils.integrations import dequantize_module_weight
+def _dequantized(module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the trainer computes with: bitsandbytes dequantises a weight before each product."""
+    if not is_bitsandbytes(tensor):
+        return tensor.detach()
+    from peft.utils.integrations import dequantize_module_weight
 
-        return dequantize_module_weight(module).detach()
-    return tensor.detach()
+    return dequantize_module_weight(module).detach()
 
 
 def _merged_tensors(name: str, layer: BaseTunerLayer, adapters: list[str]) -> NamedTensors:
@@ -135,13 +136,13 @@ class WeightSync:
         self.recreate_every = recreate_every
         self._version = 0
         self._updates_since_build = 0
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._seen = self._fingerprint()
         self._layers = lora_layers(model, plan.adapter) if plan is not None and plan.strategy == DYNAMIC else {}
         self._has_auxiliary = any(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules())
 
     def _fingerprint(self) -> list[tuple[int, int]]:
-        return [(parameter.data_ptr(), parameter._version) for parameter in self._trained]
+        return [(parameter.data_ptr(), parameter._version) for parameter in self._trained.values()]
 
     @property
     def version(self) -> int:
@@ -157,16 +158,35 @@ class WeightSync:
         self._seen = self._fingerprint()
 
     def export(self) -> PolicyUpdate:
-        """The policy as it is now, for an engine. Refers to the live parameters; engines copy what they keep."""
+        """The policy as it is now, for an engine. Refers to the live parameters; engines copy what they keep.
+
+        Raises:
+            ValueError: When full tensors are to be sent and a trained parameter holds NaN or infinity. (An adapter is
+                checked by the engine, in the engine's dtype, where it may overflow.)
+        """
         version = self.version
         if self.plan is None:
             return PolicyUpdate(version)
+        if self.plan.strategy != DYNAMIC or self._has_auxiliary:
+            self._check_finite()
         if self.plan.strategy == DYNAMIC:
             adapter = canonical_adapter(self._layers, self.plan.adapter)
             beside = _PolicyTensors(self.model, _is_auxiliary, self.plan.fused_modules)
             return PolicyUpdate(version, adapter, beside.__iter__ if self._has_auxiliary else None)
         changed = _PolicyTensors(self.model, _is_changed, self.plan.fused_modules)
         return PolicyUpdate(version, {}, changed.__iter__)
+
+    @torch.no_grad()
+    def _check_finite(self) -> None:
+        # Full tensors replace what is served one at a time, so they are checked before the first.
+        largest = torch._foreach_norm(list(self._trained.values()), float("inf"))
+        finite = torch.stack([value.float().cpu() for value in largest]).isfinite().tolist()
+        broken = [name for name, good in zip(self._trained, finite, strict=True) if not good]
+        if broken:
+            raise ValueError(
+                f"{len(broken)} trained parameters hold NaN or infinity ({', '.join(broken[:3])}, ...). Nothing was "
+                "sent; the engine keeps serving the policy before it."
+            )
 
     def push(self, engine: RolloutEngine) -> PushReport | None:
         """Bring the engine to the current policy, and rebuild it first where that is due.
