@@ -1,0 +1,195 @@
+"""From dataset rows to prompts, and from completions to the micro-batches that are trained on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ..data_utils import apply_chat_template, is_conversational
+from ..weight_sync.adapter import base_model
+from .grpo_loss import entropy_from_logits, selective_log_softmax
+from .utils import pad
+
+
+@dataclass
+class Samples:
+    """What one process sampled in one rollout: `N` prompts and their completions, as lists.
+
+    Attributes:
+        prompts (`list`): Text or messages, as reward functions see them.
+        prompt_ids (`list[list[int]]`): Their tokens.
+        completions (`list`): Text, or one message of the assistant each where the prompts are conversational.
+        completion_ids (`list[list[int]]`): Their tokens, the stop token included.
+        sampling_logprobs (`list[list[float]]` or `None`): Log probabilities by the engine, if it computes them.
+        truncated (`list[bool]`): Whether a completion has no end.
+    """
+
+    prompts: list[Any]
+    prompt_ids: list[list[int]]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    sampling_logprobs: list[list[float]] | None
+    truncated: list[bool]
+
+
+@dataclass
+class MicroBatch:
+    """`B` samples as tensors: prompts of `P` tokens padded on the left, completions of `T` on the right.
+
+    Attributes:
+        prompt_ids, prompt_mask (`Tensor`): `[B, P]`; the mask is zero on padding.
+        completion_ids, completion_mask (`Tensor`): `[B, T]`; the mask is zero on padding.
+        loss_mask (`Tensor`): `[B, T]`, zero on tokens that the loss leaves out.
+        advantages (`Tensor`): `[B]`.
+        normalizer (`float`): Tokens that count in a micro-batch, on average over rollout and processes.
+        sampling_logprobs, old_logprobs, ref_logprobs (`Tensor` or `None`): `[B, T]`, see [`~grpo_loss.LossInputs`].
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    loss_mask: Tensor
+    advantages: Tensor
+    normalizer: float
+    sampling_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return MicroBatch(
+            **{
+                name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+                for name, value in values.items()
+            }
+        )
+
+
+def tokenize_prompts(
+    prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
+) -> list[list[int]]:
+    """Token ids of prompts without padding.
+
+    Messages go through the chat template, which leaves the assistant's turn open and writes its own special tokens;
+    text gets those that the tokenizer adds.
+    """
+    if is_conversational({"prompt": prompts[0]}):
+        texts = [
+            apply_chat_template({"prompt": prompt}, tokenizer, **(chat_template_kwargs or {}))["prompt"]
+            for prompt in prompts
+        ]
+        return tokenizer(text=texts, add_special_tokens=False)["input_ids"]
+    return tokenizer(text=list(prompts))["input_ids"]
+
+
+def decode_completions(
+    prompts: Sequence[Any], completion_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Any], list[Any]]:
+    """Prompts and completions as reward functions see them.
+
+    A conversational prompt that ends with the beginning of the assistant's message gives it to the completion, which
+    is then the whole message.
+    """
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    if not is_conversational({"prompt": prompts[0]}):
+        return list(prompts), texts
+    asked, answered = [], []
+    for prompt, text in zip(prompts, texts, strict=True):
+        begun = prompt[-1]["role"] == "assistant"
+        asked.append(prompt[:-1] if begun else prompt)
+        answered.append([{"role": "assistant", "content": prompt[-1]["content"] + text if begun else text}])
+    return asked, answered
+
+
+def split_into_micro_batches(
+    samples: Samples,
+    advantages: Tensor,
+    normalizer: float,
+    num_micro_batches: int,
+    order: Sequence[int],
+    pad_token_id: int,
+    mask_truncated: bool = False,
+) -> list[MicroBatch]:
+    """Tensors of all samples, on the CPU, each micro-batch padded to its own longest prompt and completion.
+
+    Args:
+        samples ([`Samples`]): `N` of them.
+        advantages (`Tensor`): `[N]`.
+        normalizer (`float`): Goes into every micro-batch.
+        num_micro_batches (`int`): Divides `N`.
+        order (`Sequence[int]`): Permutation of the samples before they are split.
+        pad_token_id (`int`): Fills prompts and completions.
+        mask_truncated (`bool`, defaults to `False`): Leave completions without an end out of the loss.
+    """
+    size = len(order) // num_micro_batches
+    batches = []
+    for start in range(0, size * num_micro_batches, size):
+        rows = order[start : start + size]
+        prompts = [samples.prompt_ids[row] for row in rows]
+        completions = [samples.completion_ids[row] for row in rows]
+        completion_mask = pad([[1] * len(each) for each in completions], 0)
+        counted = [not (mask_truncated and samples.truncated[row]) for row in rows]
+        logprobs = samples.sampling_logprobs
+        batches.append(
+            MicroBatch(
+                prompt_ids=pad(prompts, pad_token_id, side="left"),
+                prompt_mask=pad([[1] * len(each) for each in prompts], 0, side="left"),
+                completion_ids=pad(completions, pad_token_id),
+                completion_mask=completion_mask,
+                loss_mask=completion_mask * torch.tensor(counted).unsqueeze(1),
+                advantages=advantages[list(rows)],
+                normalizer=normalizer,
+                sampling_logprobs=logprobs and pad([logprobs[row] for row in rows], 0.0, dtype=torch.float32),
+            )
+        )
+    return batches
+
+
+def forward_arguments(model: nn.Module) -> frozenset[str]:
+    """Which optional arguments of [`completion_logprobs`] the model's forward pass takes."""
+    accepted = inspect.signature(type(base_model(model)).forward).parameters
+    return frozenset({"position_ids", "logits_to_keep"} & accepted.keys())
+
+
+def completion_logprobs(
+    model: nn.Module,
+    batch: MicroBatch,
+    temperature: float,
+    arguments: frozenset[str] = frozenset(),
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log probabilities that the model gives to the tokens of completions.
+
+    Padding has no influence: positions count from the first token of a prompt, where the model takes them.
+
+    Args:
+        model (`nn.Module`): The policy or reference, wrapped or not.
+        batch ([`MicroBatch`]): On the model's device.
+        temperature (`float`): Divides the logits.
+        arguments (`frozenset[str]`): From [`forward_arguments`].
+        with_entropy (`bool`, defaults to `False`): Compute the entropy as well, without gradient.
+
+    Returns:
+        `tuple[Tensor, Tensor | None]`: Log probabilities `[B, T]`, in nats, and entropies `[B, T]`.
+    """
+    length = batch.completion_ids.shape[1]
+    attention_mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1)
+    optional = {"logits_to_keep": length + 1}
+    if "position_ids" in arguments:
+        optional["position_ids"] = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = model(
+        input_ids=torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
+        attention_mask=attention_mask,
+        use_cache=False,
+        **{name: value for name, value in optional.items() if name in arguments},
+    ).logits[:, -length - 1 : -1]
+    logprobs = selective_log_softmax(logits, batch.completion_ids, temperature)
+    return logprobs, entropy_from_logits(logits, temperature) if with_entropy else None
