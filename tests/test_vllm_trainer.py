@@ -242,10 +242,13 @@ def test_vllm_missing_or_unsupported(start, monkeypatch, version, message):
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True needs a CUDA device"),
         ({"max_lora_rank": 8}, "max_lora_rank=8 is too small: the adapter has rank 20 and needs max_lora_rank=32"),
-        ({"vllm_max_model_length": 16}, r"Prompt 0 has \d+ tokens; the engine's context holds 16"),
+        (
+            {"vllm_max_model_length": 16},
+            r"Row 6 of train_dataset has a prompt of 16 tokens, and the engine's context holds 16",
+        ),
     ],
     ids=str,
 )
 def test_configuration_that_cannot_work(start, options, message):
     with pytest.raises(ValueError, match=message):
-        start(peft_config=lora(r=20), max_completion_length=8, **options).train()
+        start(peft_config=lora(r=20), **options)

@@ -37,6 +37,7 @@ from .model_loading import frozen_copy, load_policy, load_tokenizer, settle_padd
 from .rollouts import (
     MicroBatch,
     Samples,
+    check_prompts_fit,
     completion_logprobs,
     decode_completions,
     forward_arguments,
@@ -160,6 +161,18 @@ class GRPOTrainer(Trainer):
         self.rollout_engine, self.sync_plan = create_rollout_engine(policy, self.args, tokenizer, self.accelerator)
         self.weight_sync = WeightSync(policy, self.sync_plan, recreate_every=self.args.vllm_recreate_every)
         self._close = weakref.finalize(self, _close_all, self.rollout_engine, self.reward_evaluator)
+        self._check_prompts_fit(tokenizer)
+
+    def _check_prompts_fit(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        context = getattr(self.rollout_engine, "max_model_length", None)
+        if context is None:
+            return
+        datasets = {"train_dataset": self.train_dataset}
+        evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        datasets |= {f"eval_dataset[{name!r}]" if name else "eval_dataset": each for name, each in evaluated.items()}
+        for argument, dataset in datasets.items():
+            if dataset is not None:
+                check_prompts_fit(argument, dataset, tokenizer, context, self.args.chat_template_kwargs)
 
     def close(self) -> None:
         """Close the rollout engine and release what it holds. May be called twice; the trainer cannot sample then."""

@@ -90,6 +90,45 @@ def tokenize_prompts(
     return tokenizer(text=list(prompts))["input_ids"]
 
 
+def check_prompts_fit(
+    argument: str,
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> None:
+    """Raise for a prompt that leaves no room for a completion in the engine's context.
+
+    Args:
+        argument (`str`): What the dataset was given as, for the message.
+        dataset (`Dataset`): Rows with a `prompt`.
+        tokenizer (`PreTrainedTokenizerBase`): The trainer's.
+        context (`int`): Tokens that the engine holds, prompt and completion together.
+        chat_template_kwargs (`dict`, *optional*): As for [`tokenize_prompts`].
+
+    Raises:
+        ValueError: Names the first such row and its length in tokens.
+    """
+    prompts = dataset["prompt"] if hasattr(dataset, "column_names") else (row["prompt"] for row in dataset)
+    for index, prompt in enumerate(prompts):
+        # No token is shorter than a byte, so all but the longest prompts need not be tokenised.
+        if _most_tokens(prompt) < context:
+            continue
+        num_tokens = len(tokenize_prompts([prompt], tokenizer, chat_template_kwargs)[0])
+        if num_tokens >= context:
+            raise ValueError(
+                f"Row {index} of {argument} has a prompt of {num_tokens} tokens, and the engine's context holds "
+                f"{context}, completion included: filter or shorten the prompts, or raise vllm_max_model_length."
+            )
+
+
+def _most_tokens(prompt: Any) -> int:
+    """An upper bound of a prompt's tokens, with room for what a chat template adds."""
+    if isinstance(prompt, str):
+        return len(prompt.encode()) + 2
+    return 512 + sum(len(str(message["content"]).encode()) + 64 for message in prompt)
+
+
 def decode_completions(
     prompts: Sequence[Any], completion_ids: list[list[int]], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Any], list[Any]]:
