@@ -19,10 +19,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from trl.generation.engine import SamplingConfig
 from trl.generation.factory import engine_capabilities
 from trl.generation.vllm_engine import VllmEngine, VllmSettings
 from trl.weight_sync import WeightSync, base_tensors, select_sync
 from trl.weight_sync.adapter import base_model
+from trl.weight_sync.verify import trainer_logprobs
 
 
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -82,6 +84,15 @@ def build_engine(model, device: str, dtype: torch.dtype, vllm_enable_lora=None, 
     plan = select_sync(model, config, engine_capabilities(root.config, dtype, torch.device(device)))
     settings = VllmSettings(dtype=dtype, device=torch.device(device), **settings)
     return VllmEngine(plan, root.config, lambda: base_tensors(model), settings), WeightSync(model, plan)
+
+
+def agreement(engine, model, prompts, max_tokens: int = 12) -> dict[str, float]:
+    """Mean and largest difference, in nats, of the engine's and the trainer's log probabilities of sampled tokens."""
+    rollout = engine.generate(prompts, SamplingConfig(max_tokens=max_tokens), seed=0)
+    differences = []
+    for prompt, completion, logprobs in zip(prompts, rollout.completion_ids, rollout.logprobs, strict=True):
+        differences += (trainer_logprobs(model, prompt, completion) - torch.tensor(logprobs)).abs().tolist()
+    return {"mean": sum(differences) / len(differences), "max": max(differences), "tokens": len(differences)}
 
 
 def milliseconds(function: Callable[[], object], repeats: int, device: str, warm_up: int = 2) -> list[float]:

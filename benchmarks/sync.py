@@ -14,6 +14,7 @@ import time
 
 import torch
 from benchmarks.common import (
+    agreement,
     build_engine,
     device_milliseconds,
     milliseconds,
@@ -26,7 +27,6 @@ from benchmarks.common import (
 )
 
 from trl.generation.engine import SamplingConfig
-from trl.weight_sync import logprob_difference
 from trl.weight_sync.strategies import base_tensors
 
 
@@ -118,13 +118,13 @@ def main() -> None:
     result["engine_build_s"] = round(time.perf_counter() - start, 1)
     result["dynamic"] = measure_push(model, engine, sync, arguments)
     result["dynamic"]["generate"] = measure_generate(engine, prompts, arguments)
-    result["dynamic"]["logprob_difference"] = logprob_difference(engine, model, prompts[:4])
+    result["dynamic"]["logprob_difference"] = agreement(engine, model, prompts[:8])
     engine.close()
 
     engine, sync = build_engine(model, arguments.device, dtype, vllm_enable_lora=False, **settings)
     result["full"] = measure_push(model, engine, sync, arguments)
     result["full"]["generate"] = measure_generate(engine, prompts, arguments)
-    result["full"]["logprob_difference"] = logprob_difference(engine, model, prompts[:4])
+    result["full"]["logprob_difference"] = agreement(engine, model, prompts[:8])
     if cuda:
         result["merge_load_unmerge"] = measure_merge_load_unmerge(model, engine, arguments)
         ratio = result["merge_load_unmerge"]["host_ms"]["median"] / result["dynamic"]["host_ms"]["median"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class Rollout:
     policy_version: int
 
 
-@dataclass(frozen=True)
-class AdapterModule:
+class AdapterModule(NamedTuple):
     """One LoRA pair in canonical form: the engine computes `y += B @ (A @ x)`, scaling already folded into `B`.
 
     Attributes:

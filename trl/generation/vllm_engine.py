@@ -122,6 +122,8 @@ class VllmEngine:
                 vllm_worker.release_process_state()
             gc.collect()
             if self.settings.device.type == "cuda":
+                # torch keeps a workspace of cuBLAS for every stream there was, and each engine brings streams of its own.
+                torch._C._cuda_clearCublasWorkspaces()
                 torch.cuda.empty_cache()
 
     def sleep(self) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo
 from packaging.version import Version
 
 from ..weight_sync.adapter import fold_scaling
@@ -134,10 +136,27 @@ def release(llm: LLM) -> None:
     if finalizer is not None:
         finalizer.detach()
     core = client.engine_core
+    core.model_executor.collective_rpc(_forget_model)
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     gc.unfreeze()
+
+
+def _forget_model(worker: Any) -> None:
+    """Drop what would keep the worker's model, or what is known of its memory, for as long as the process lives."""
+    modules = set(worker.model_runner.get_model().modules())
+    hooks = torch._dynamo.convert_frame._bytecode_hooks
+    for key, hook in list(hooks.items()):
+        owner = getattr(hook, "__self__", None)
+        if owner in modules:
+            del hooks[key]
+            torch._dynamo.eval_frame.remove_from_cache(owner.original_code_object())
+    # Strides of LoRA buffers by address: the next engine may have other buffers at the same one.
+    kernels = sys.modules.get("vllm.lora.ops.triton_ops.utils")
+    if kernels is not None:
+        kernels._LORA_A_PTR_DICT.clear()
+        kernels._LORA_B_PTR_DICT.clear()
 
 
 _process_group_is_ours = False
@@ -221,30 +240,35 @@ class AdapterSlot:
         self._register(model_runner, adapter)
         self.held: list[torch.Tensor] = []
         self.sent: list[torch.Tensor] = []
+        self.read_back: list[torch.Tensor] = []
         self.names: list[str] = []
+        echo_a, echo_b = _matrices(self.echo, self.sizes, config.max_lora_rank)
         for index, (name, (layer, part)) in enumerate(places.items()):
-            held_a, held_b = _buffers(layer, part)
-            sent_a, sent_b = _shard(layer, part, self.staged_a[index], self.staged_b[index])
-            if held_a.shape != sent_a.shape or held_b.shape != sent_b.shape:
+            held = _buffers(layer, part)
+            sent = _shard(layer, part, self.staged_a[index], self.staged_b[index])
+            if [tensor.shape for tensor in held] != [tensor.shape for tensor in sent]:
                 raise PolicyMismatchError(
-                    f"The adapter of {name!r} has shapes {tuple(sent_a.shape)} and {tuple(sent_b.shape)}, the "
-                    f"engine's buffers have {tuple(held_a.shape)} and {tuple(held_b.shape)}."
+                    f"The adapter of {name!r} has shapes {[tuple(tensor.shape) for tensor in sent]}, the engine's "
+                    f"buffers have {[tuple(tensor.shape) for tensor in held]}."
                 )
-            self.held += [held_a, held_b]
-            self.sent += [sent_a, sent_b]
+            self.held += held
+            self.sent += sent
+            self.read_back += _shard(layer, part, echo_a[index], echo_b[index])
             self.names += [f"{name}.lora_A", f"{name}.lora_B"]
 
     def _allocate(
         self, adapter: dict[str, AdapterModule], max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """One flat buffer. Every rank is padded with zeros to the engine's, so that a push overwrites whole slots."""
-        sizes = []
+        """A flat buffer to stage in and one to read back into.
+
+        Every rank is padded with zeros to the engine's, so that a push overwrites whole slots.
+        """
+        self.sizes = []
         for module in adapter.values():
-            sizes += [max_rank * module.lora_a.shape[1], module.lora_b.shape[0] * max_rank]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        chunks = self.flat.split(sizes)
-        self.staged_a = [chunk.view(max_rank, -1) for chunk in chunks[0::2]]
-        self.staged_b = [chunk.view(-1, max_rank) for chunk in chunks[1::2]]
+            self.sizes += [max_rank * module.lora_a.shape[1], module.lora_b.shape[0] * max_rank]
+        self.flat = torch.zeros(sum(self.sizes), dtype=dtype, device=device)
+        self.echo = torch.zeros_like(self.flat)
+        self.staged_a, self.staged_b = _matrices(self.flat, self.sizes, max_rank)
         ranks = [module.lora_a.shape[0] for module in adapter.values()]
         self.input_a = [staged[:rank] for staged, rank in zip(self.staged_a, ranks, strict=True)]
         self.input_b = [staged[:, :rank] for staged, rank in zip(self.staged_b, ranks, strict=True)]
@@ -273,18 +297,19 @@ class AdapterSlot:
         """
         torch._foreach_copy_(self.input_a, [module.lora_a for module in adapter.values()])
         torch._foreach_copy_(self.input_b, fold_scaling(adapter))
-        # A sum is finite only if every term is; one kernel and one number instead of a mask as large as the adapter.
+        # A sum is finite only if every term is, and takes no mask as large as the adapter.
         if not torch.isfinite(self.flat.sum(dtype=torch.float32)):
-            broken = [
-                name
-                for name, lora_a, lora_b in zip(adapter, self.staged_a, self.staged_b, strict=True)
-                if not (torch.isfinite(lora_a).all() and torch.isfinite(lora_b).all())
-            ]
+            self._raise_for_broken(adapter)
+        return self.flat.numel() * self.flat.element_size()
+
+    def _raise_for_broken(self, adapter: dict[str, AdapterModule]) -> None:
+        staged = zip(adapter, self.staged_a, self.staged_b, strict=True)
+        broken = [name for name, a, b in staged if not (torch.isfinite(a).all() and torch.isfinite(b).all())]
+        if broken:
             raise ValueError(
                 f"The adapter holds NaN or infinity in {len(broken)} modules ({', '.join(broken[:3])}, ...). It was "
                 "not sent; the engine keeps serving the policy before it."
             )
-        return self.flat.numel() * self.flat.element_size()
 
     @torch.no_grad()
     def switch(self) -> None:
@@ -294,15 +319,20 @@ class AdapterSlot:
     @torch.no_grad()
     def differing(self) -> list[str]:
         """Names of the tensors whose buffer is not, to the bit, what was staged."""
+        if self.flat.device.type != "cpu":
+            # One comparison, as each has to wait for the device. What a rank does not hold counts as equal.
+            self.echo.copy_(self.flat)
+            torch._foreach_copy_(self.read_back, self.held)
+            if torch.equal(self.echo, self.flat):
+                return []
         pairs = zip(self.names, self.held, self.sent, strict=True)
-        if self.flat.device.type == "cpu":
-            return [name for name, held, sent in pairs if not torch.equal(held, sent)]
-        # On a GPU a comparison at a time would wait for the device once per tensor.
-        largest = torch._foreach_norm(torch._foreach_sub(self.held, self.sent), float("inf"))
-        unequal = torch.stack(largest) != 0
-        if not unequal.any():
-            return []
-        return [name for (name, *_), wrong in zip(pairs, unequal.tolist(), strict=True) if wrong]
+        return [name for name, held, sent in pairs if not torch.equal(held, sent)]
+
+
+def _matrices(flat: torch.Tensor, sizes: list[int], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Views of a flat buffer as every `A [rank, in]` and `B [out, rank]`, which follow each other in it."""
+    chunks = flat.split(sizes)
+    return [chunk.view(rank, -1) for chunk in chunks[0::2]], [chunk.view(-1, rank) for chunk in chunks[1::2]]
 
 
 def _shapes(adapter: dict[str, AdapterModule]) -> dict[str, tuple[torch.Size, torch.Size]]:
