@@ -122,7 +122,7 @@ class VllmEngine:
                 vllm_worker.release_process_state()
             gc.collect()
             if self.settings.device.type == "cuda":
-                # torch keeps a workspace of cuBLAS for every stream there was, and each engine brings streams of its own.
+                # torch keeps a cuBLAS workspace for every stream there was, and each engine has streams of its own.
                 torch._C._cuda_clearCublasWorkspaces()
                 torch.cuda.empty_cache()
 
