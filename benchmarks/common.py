@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -146,7 +147,7 @@ def provenance() -> dict[str, str]:
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": git.stdout.strip() or os.environ.get("COMMIT", "unknown"),
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else threads,
         **packages,
