@@ -16,9 +16,10 @@ LOG := $(VENV)/install.log
 TORCH_CPU := torch==2.13.0
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-# Variables of vLLM on the CPU, which have to be there before Python starts: the size of the KV cache in GiB, and threads
-# that sleep while they wait, without which a busy neighbour slows generation down ten times.
-CPU_ENV := VLLM_CPU_KVCACHE_SPACE=1 OMP_WAIT_POLICY=passive
+# Variables of vLLM on the CPU, which have to be there before Python starts: the size of the KV cache in GiB, threads that
+# sleep while they wait (without which a busy neighbour slows generation down ten times), and no remarks of torch on how
+# memory was bound.
+CPU_ENV := VLLM_CPU_KVCACHE_SPACE=1 OMP_WAIT_POLICY=passive TORCH_CPP_LOG_LEVEL=ERROR
 
 DEMO_CONFIG ?= examples/grpo_smollm2_cpu.yaml
 
@@ -64,7 +65,10 @@ $(VENV)/.docs: setup.py $(VENV)/.installed
 	@touch $@
 
 demo: $(VENV)/.installed
-	$(CPU_ENV) $(BIN)/trl grpo --config $(DEMO_CONFIG)
+	$(BIN)/python -m examples.prepare_smollm2
+	$(CPU_ENV) $(BIN)/trl grpo --config $(DEMO_CONFIG) $$(nvidia-smi -L > /dev/null 2>&1 && echo --use_cpu false) $(ARGS)
+	$(BIN)/python -m examples.plot_reward runs/smollm2/adapter
+	@echo "Ask it: $(BIN)/python -m examples.ask runs/smollm2/adapter '8 - 3'"
 
 test: $(VENV)/.installed
 	$(CPU_ENV) $(BIN)/python -m pytest $(ARGS)

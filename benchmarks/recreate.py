@@ -1,6 +1,6 @@
 """What an engine leaves behind when it is rebuilt: host memory (and GPU memory) after each of many rebuilds.
 
-    python -m benchmarks.recreate --rebuilds 10
+    python benchmarks/recreate.py --rebuilds 10
 
 Prints the memory after each rebuild and its slope, least squares over the second half, where allocators have settled.
 """
@@ -13,7 +13,7 @@ import os
 import time
 
 import torch
-from benchmarks.common import build_engine, provenance, random_qwen2, smollm2, summary, with_adapter, write
+from common import build_engine, provenance, random_qwen2, smollm2, summary, with_adapter, write
 
 from trl.generation.engine import SamplingConfig
 

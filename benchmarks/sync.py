@@ -13,7 +13,7 @@ import tempfile
 import time
 
 import torch
-from benchmarks.common import (
+from common import (
     agreement,
     build_engine,
     device_milliseconds,
