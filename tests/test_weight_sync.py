@@ -125,6 +125,21 @@ def test_merging_is_done_in_float32():
     torch.testing.assert_close(sent.double(), expected, rtol=1e-6, atol=1e-7)
 
 
+def test_another_adapter_or_a_merged_one_is_not_sent():
+    model = move(make_policy(lora()))
+    sync = sync_of(model)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match="was merged into the base weights"):
+        sync.export()
+    model.unmerge_adapter()
+    model.add_adapter("other", lora(r=4))
+    model.set_adapter("other")
+    with pytest.raises(ValueError, match=r"active adapters are \['other'\], .* built to serve 'default'"):
+        sync.export()
+    model.set_adapter("default")
+    assert sync.export().adapter
+
+
 @pytest.mark.parametrize("arguments", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
 def test_full_tensors_with_nan_are_not_sent(arguments):
     model = move(make_policy(lora(**arguments)))

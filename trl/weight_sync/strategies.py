@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -76,37 +77,36 @@ def _all_tensors(prefix: str, module: nn.Module) -> NamedTensors:
         yield from _tensors(name, child)
 
 
-class _PolicyTensors:
-    """Walks the policy's tensors that differ from the base, one layer at a time.
+@torch.no_grad()
+def policy_tensors(
+    model: nn.Module,
+    wanted: Callable[[nn.Module | None, nn.Module], bool],
+    fused_modules: tuple[tuple[str, ...], ...],
+) -> NamedTensors:
+    """Tensors of the policy by checkpoint name, adapters merged, made one layer at a time.
 
     Args:
         model (`nn.Module`): The policy.
-        wanted (callable): `(wrapper, module) -> bool`, whether the module's tensors belong to the push.
-        fused_modules: Modules that vLLM keeps in one tensor are sent together.
+        wanted (callable): `(wrapper, module) -> bool`, whether the module's tensors are asked for.
+        fused_modules (`tuple[tuple[str, ...], ...]`): Modules that vLLM keeps in one tensor come together.
     """
-
-    def __init__(self, model: nn.Module, wanted: Callable, fused_modules: tuple[tuple[str, ...], ...]):
-        self.model, self.wanted, self.fused_modules = model, wanted, fused_modules
-
-    @torch.no_grad()
-    def __iter__(self) -> NamedTensors:
-        adapters = active_adapters(self.model)
-        located = {name: (wrapper, module) for name, wrapper, module in policy_modules(base_model(self.model))}
-        names = dict.fromkeys(
-            sibling
-            for name, (wrapper, module) in located.items()
-            if self.wanted(wrapper, module)
-            for sibling in fused_siblings(name, self.fused_modules)
-            if sibling in located
-        )
-        for name in names:
-            wrapper, module = located[name]
-            if isinstance(wrapper, BaseTunerLayer):
-                yield from _merged_tensors(name, wrapper, adapters)
-            elif isinstance(wrapper, AuxiliaryTrainingWrapper):
-                yield from _auxiliary_tensors(name, wrapper, adapters)
-            else:
-                yield from _tensors(name, module)
+    adapters = active_adapters(model)
+    located = {name: (wrapper, module) for name, wrapper, module in policy_modules(base_model(model))}
+    names = dict.fromkeys(
+        sibling
+        for name, (wrapper, module) in located.items()
+        if wanted(wrapper, module)
+        for sibling in fused_siblings(name, fused_modules)
+        if sibling in located
+    )
+    for name in names:
+        wrapper, module = located[name]
+        if isinstance(wrapper, BaseTunerLayer):
+            yield from _merged_tensors(name, wrapper, adapters)
+        elif isinstance(wrapper, AuxiliaryTrainingWrapper):
+            yield from _auxiliary_tensors(name, wrapper, adapters)
+        else:
+            yield from _tensors(name, module)
 
 
 def _is_auxiliary(wrapper: nn.Module | None, module: nn.Module) -> bool:
@@ -161,20 +161,35 @@ class WeightSync:
         """The policy as it is now, for an engine. Refers to the live parameters; engines copy what they keep.
 
         Raises:
-            ValueError: When full tensors are to be sent and a trained parameter holds NaN or infinity. (An adapter is
-                checked by the engine, in the engine's dtype, where it may overflow.)
+            ValueError: When another adapter is active than the engine was built for, when it is merged, and when full
+                tensors are to be sent and a trained parameter holds NaN or infinity. (An adapter is checked by the
+                engine, in the engine's dtype, where it may overflow.)
         """
         version = self.version
         if self.plan is None:
             return PolicyUpdate(version)
         if self.plan.strategy != DYNAMIC or self._has_auxiliary:
             self._check_finite()
-        if self.plan.strategy == DYNAMIC:
-            adapter = canonical_adapter(self._layers, self.plan.adapter)
-            beside = _PolicyTensors(self.model, _is_auxiliary, self.plan.fused_modules)
-            return PolicyUpdate(version, adapter, beside.__iter__ if self._has_auxiliary else None)
-        changed = _PolicyTensors(self.model, _is_changed, self.plan.fused_modules)
-        return PolicyUpdate(version, {}, changed.__iter__)
+        if self.plan.strategy != DYNAMIC:
+            return PolicyUpdate(version, {}, partial(policy_tensors, self.model, _is_changed, self.plan.fused_modules))
+        self._check_adapter()
+        adapter = canonical_adapter(self._layers, self.plan.adapter)
+        beside = partial(policy_tensors, self.model, _is_auxiliary, self.plan.fused_modules)
+        return PolicyUpdate(version, adapter, beside if self._has_auxiliary else None)
+
+    def _check_adapter(self) -> None:
+        active = active_adapters(self.model)
+        if active != [self.plan.adapter]:
+            raise ValueError(
+                f"The active adapters are {active}, but the engine was built to serve {self.plan.adapter!r}. Activate "
+                "that one again, or make a new trainer."
+            )
+        merged = next((name for name, layer in self._layers.items() if layer.merged), None)
+        if merged is not None:
+            raise ValueError(
+                f"The adapter was merged into the base weights of {merged!r}, which the engine has unmerged. Call "
+                "`model.unmerge_adapter()` first."
+            )
 
     @torch.no_grad()
     def _check_finite(self) -> None:
