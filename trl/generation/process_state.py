@@ -39,7 +39,10 @@ def random_state_kept(device: torch.device, seed: int | None = None) -> Iterator
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if seed is not None:
+                # vLLM's second model runner draws the seeds of its requests from NumPy.
                 torch.manual_seed(seed)
+                np.random.seed(seed % 2**32)
+                random.seed(seed)
             yield
     finally:
         random.setstate(python_state)
