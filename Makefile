@@ -68,7 +68,6 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m examples.prepare_smollm2
 	$(CPU_ENV) $(BIN)/trl grpo --config $(DEMO_CONFIG) $$(nvidia-smi -L > /dev/null 2>&1 && echo --use_cpu false) $(ARGS)
 	$(BIN)/python -m examples.plot_reward runs/smollm2/adapter
-	@echo "Ask it: $(BIN)/python -m examples.ask runs/smollm2/adapter '8 - 3'"
 
 test: $(VENV)/.installed
 	$(CPU_ENV) $(BIN)/python -m pytest $(ARGS)

@@ -816,3 +816,21 @@ def test_closed_engine_says_so():
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         engine.generate([[5]], GREEDY)
+
+
+@pytest.mark.parametrize("column", ["prompts", "completions", "trainer_state", "log_extra"])
+def test_column_that_hides_an_argument_of_reward_functions(start, column):
+    with pytest.raises(ValueError, match=f"train_dataset has the columns '{column}'"):
+        start(train_dataset=prompts().add_column(column, ["x"] * 8))
+
+
+@pytest.mark.parametrize("prompt", [None, 3, b"bytes", ["text"]], ids=repr)
+def test_prompt_that_is_no_prompt(start, prompt):
+    rows = [{"prompt": prompt}] * 8
+    with pytest.raises(TypeError, match=f"of type {type(prompt).__name__}: a prompt is text or a list of messages"):
+        start(train_dataset=rows).train()
+
+
+def test_generation_kwargs_that_do_not_exist(start):
+    with pytest.raises(ValueError, match=r"generation_kwargs has 'typical', .* Did you mean typical_p\?"):
+        start(generation_kwargs={"typical": 0.9})

@@ -241,6 +241,10 @@ def test_vllm_missing_or_unsupported(start, monkeypatch, version, message):
     [
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2"),
         ({"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode=True needs a CUDA device"),
+        (
+            {"generation_kwargs": {"logits_bias": {}}},
+            "'logits_bias', which vLLM .* Did you mean logit_bias",
+        ),
         ({"max_lora_rank": 8}, "max_lora_rank=8 is too small: the adapter has rank 20 and needs max_lora_rank=32"),
         (
             {"vllm_max_model_length": 16},

@@ -6,7 +6,8 @@ out. A new policy reaches the engine as a [`PolicyUpdate`], and nothing else cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -113,6 +114,9 @@ class RolloutEngine(Protocol):
     ) -> Rollout:
         """Sample one completion for each prompt (repeat a prompt for several). `seed` makes the call repeatable."""
 
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `ValueError` for options in `sampling.extra` that the engine does not have."""
+
     def push(self, update: PolicyUpdate) -> PushReport:
         """Serve `update` from now on, or raise and go on serving what was served before."""
 
@@ -127,3 +131,14 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release everything. The engine cannot be used afterwards. May be called twice."""
+
+
+def check_known(extra: Mapping[str, Any], known: Collection[str], engine: str) -> None:
+    """Raise `ValueError` for `generation_kwargs` that are not among the sampling options of an engine."""
+    unknown = sorted(set(extra) - set(known))
+    if unknown:
+        near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
+        hint = f" Did you mean {', '.join(near)}?" if near else ""
+        raise ValueError(
+            f"generation_kwargs has {', '.join(map(repr, unknown))}, which {engine} has no sampling option for.{hint}"
+        )

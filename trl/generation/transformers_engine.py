@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from .engine import PolicyUpdate, PushReport, Rollout, SamplingConfig
+from .engine import PolicyUpdate, PushReport, Rollout, SamplingConfig, check_known
 
 
 class TransformersEngine:
@@ -59,6 +59,10 @@ class TransformersEngine:
         completions = sequences[:, input_ids.shape[1] :].tolist()
         completion_ids = [_up_to_stop(token_ids, sampling.stop_token_ids) for token_ids in completions]
         return Rollout(completion_ids, logprobs=None, policy_version=self.policy_version)
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `ValueError` for options in `sampling.extra` that transformers does not have."""
+        check_known(sampling.extra, GenerationConfig().to_dict().keys(), "transformers")
 
     def sleep(self) -> None:
         """Nothing to give back: the model is the trainer's."""

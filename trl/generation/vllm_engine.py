@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import tempfile
 import time
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig
 from ..weight_sync.select import DYNAMIC, SyncPlan
 from ..weight_sync.verify import PolicyMismatchError
 from . import vllm_worker
-from .engine import PolicyUpdate, PushReport, Rollout, SamplingConfig
+from .engine import PolicyUpdate, PushReport, Rollout, SamplingConfig, check_known
 from .process_state import globals_kept, random_state_kept, vllm_process
 
 
@@ -190,6 +191,13 @@ class VllmEngine:
             raise PolicyMismatchError(
                 "vLLM has dropped the adapter, so it would answer with the base model. Push the policy again."
             )
+
+    def check_sampling(self, sampling: SamplingConfig) -> None:
+        """Raise `ValueError` for options in `sampling.extra` that vLLM does not have."""
+        with self._running():
+            from vllm import SamplingParams
+
+            check_known(sampling.extra, inspect.signature(SamplingParams).parameters.keys(), "vLLM")
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 

@@ -161,6 +161,7 @@ class GRPOTrainer(Trainer):
         self.rollout_engine, self.sync_plan = create_rollout_engine(policy, self.args, tokenizer, self.accelerator)
         self.weight_sync = WeightSync(policy, self.sync_plan, recreate_every=self.args.vllm_recreate_every)
         self._close = weakref.finalize(self, _close_all, self.rollout_engine, self.reward_evaluator)
+        self.rollout_engine.check_sampling(self.sampling)
         self._check_prompts_fit(tokenizer)
 
     def _check_prompts_fit(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -80,7 +81,16 @@ def tokenize_prompts(
 
     Messages go through the chat template, which leaves the assistant's turn open and writes its own special tokens;
     text gets those that the tokenizer adds.
+
+    Raises:
+        TypeError: For a prompt that is neither text nor a list of messages.
     """
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not is_conversational({"prompt": prompt}):
+            raise TypeError(
+                f"A prompt is {prompt!r:.99}, of type {type(prompt).__name__}: a prompt is text or a list of messages "
+                "with a role and a content. Filter or convert the column 'prompt'."
+            )
     if is_conversational({"prompt": prompts[0]}):
         texts = [
             apply_chat_template({"prompt": prompt}, tokenizer, **(chat_template_kwargs or {}))["prompt"]
@@ -122,10 +132,12 @@ def check_prompts_fit(
             )
 
 
-def _most_tokens(prompt: Any) -> int:
-    """An upper bound of a prompt's tokens, with room for what a chat template adds."""
+def _most_tokens(prompt: Any) -> float:
+    """An upper bound of a prompt's tokens, with room for what a chat template adds; infinity for what is no prompt."""
     if isinstance(prompt, str):
         return len(prompt.encode()) + 2
+    if not is_conversational({"prompt": prompt}):
+        return math.inf
     return 512 + sum(len(str(message["content"]).encode()) + 64 for message in prompt)
 
 

@@ -13,6 +13,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
 
+REWARD_ARGUMENTS = ("prompts", "completions", "trainer_state", "log_extra", "log_metric")
+"""What reward functions are called with, beside the columns of the dataset."""
+
+
 def check_datasets(train_dataset: Any, eval_dataset: Any, generation_batch_size: int, num_generations: int) -> None:
     """Raise for datasets that no rollout can be drawn from.
 
@@ -54,6 +58,12 @@ def _check_dataset(argument: str, dataset: Any) -> None:
         raise ValueError(
             f"{argument} has no column 'prompt', only {', '.join(map(repr, columns))}: rename the column that holds "
             "the prompts."
+        )
+    taken = [name for name in columns if name in REWARD_ARGUMENTS]
+    if taken:
+        raise ValueError(
+            f"{argument} has the columns {', '.join(map(repr, taken))}, and reward functions are called with "
+            "arguments of these names already: rename the columns."
         )
 
 
