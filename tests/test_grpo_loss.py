@@ -14,11 +14,9 @@ from trl.trainer.grpo_loss import (
     LossConfig,
     LossInputs,
     aggregate_rewards,
-    entropy_from_logits,
     group_advantages,
     grpo_loss,
     sampler_importance_weights,
-    selective_log_softmax,
 )
 
 
@@ -281,9 +279,6 @@ def test_nothing_waits_for_the_device(loss_type, mode):
     outputs.loss.backward()
     rewards = aggregate_rewards(torch.zeros(6, 2, device="meta"), torch.ones(2, device="meta"))
     group_advantages(rewards, 3)
-    logits = torch.zeros(2, 3, 5, device="meta", requires_grad=True)
-    selective_log_softmax(logits, torch.zeros(2, 3, dtype=torch.long, device="meta")).sum().backward()
-    entropy_from_logits(logits)
 
 
 def test_kl_without_reference_is_an_error():
@@ -345,63 +340,6 @@ def test_group_advantages_refuses_bad_input():
         group_advantages(torch.zeros(5), 2)
     with pytest.raises(ValueError, match=r"scale_rewards='std'.*'batch'"):
         group_advantages(torch.zeros(4), 2, "std")
-
-
-# Log probabilities and entropy
-
-
-def random_logits(batch: int = 2, length: int = 600, vocab: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
-    """Longer than a chunk, and a view as `logits[:, :-1]` is."""
-    generator = torch.Generator().manual_seed(2)
-    logits = 4 * torch.randn(batch, length + 1, vocab, generator=generator)
-    ids = torch.randint(vocab, (batch, length), generator=generator)
-    return logits.requires_grad_(), ids
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_selective_log_softmax(temperature):
-    logits, ids = random_logits()
-    logprobs = selective_log_softmax(logits[:, :-1], ids, temperature)
-    expected = (logits[:, :-1].double() / temperature).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(logprobs, expected.float())
-
-    upstream = torch.linspace(-1, 2, ids.numel()).view_as(ids)
-    (gradient,) = torch.autograd.grad(logprobs, logits, upstream)
-    (expected_gradient,) = torch.autograd.grad(expected, logits, upstream.double())
-    torch.testing.assert_close(gradient, expected_gradient)
-
-
-def test_selective_log_softmax_of_half_precision_is_computed_in_float32():
-    logits, ids = random_logits()
-    half = logits.detach().bfloat16().requires_grad_()
-    logprobs = selective_log_softmax(half, torch.cat([ids, ids[:, :1]], dim=1))
-    exact = selective_log_softmax(half.float(), torch.cat([ids, ids[:, :1]], dim=1))
-    assert logprobs.dtype == torch.float32
-    assert torch.equal(logprobs, exact)
-    (gradient,) = torch.autograd.grad(logprobs.sum(), half)
-    (exact_gradient,) = torch.autograd.grad(exact.sum(), half)
-    assert gradient.dtype == torch.bfloat16
-    torch.testing.assert_close(gradient, exact_gradient)
-
-
-def test_selective_log_softmax_gradient_in_float64():
-    logits, ids = random_logits(batch=2, length=3, vocab=5)
-    logits = logits.detach()[:, :-1].double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: selective_log_softmax(x, ids, 0.5), (logits,))
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_entropy_from_logits(temperature):
-    logits, _ = random_logits()
-    entropies = entropy_from_logits(logits, temperature)
-    expected = torch.distributions.Categorical(logits=logits.detach().double() / temperature).entropy()
-    torch.testing.assert_close(entropies, expected.float())
-    assert not entropies.requires_grad
-
-
-def test_entropy_counts_impossible_tokens_as_nothing():
-    logits = torch.tensor([[[0.0, 0.0, -math.inf], [1.0, -math.inf, -math.inf]]])
-    torch.testing.assert_close(entropy_from_logits(logits), torch.tensor([[math.log(2), 0.0]]))
 
 
 def test_reference_bites():

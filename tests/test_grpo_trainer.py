@@ -12,14 +12,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import GenerationConfig
 
 from tests.testing_utils import make_model, make_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import PolicyUpdate, SamplingConfig
 from trl.generation.transformers_engine import TransformersEngine
 from trl.trainer.grpo_loss import LossConfig
-from trl.trainer.rollouts import MicroBatch, completion_logprobs, forward_arguments
+from trl.trainer.token_logprobs import TokenScorer
 from trl.trainer.utils import MetricBuffer, RepeatSampler, pad
 
 
@@ -253,12 +253,12 @@ def test_one_pass_equals_two_passes(start):
     batch = first_batch(trainer)
     assert batch.old_logprobs is None
     noise = torch.randn(batch.completion_ids.shape, generator=torch.Generator().manual_seed(0))
-    current = completion_logprobs(trainer.model, batch, 1.0, trainer._forward_arguments)[0].detach()
+    current = trainer._scorer(trainer.model, batch)[0].detach()
     batch.sampling_logprobs = current + 0.3 * noise  # an engine with rounding of its own
 
     loss, gradients = loss_and_gradients(trainer, batch)
     with torch.no_grad():
-        batch.old_logprobs = trainer._logprobs(trainer.model, batch)
+        batch.old_logprobs = trainer._logprobs(batch)
     loss_of_two, gradients_of_two = loss_and_gradients(trainer, batch)
     torch.testing.assert_close(loss, loss_of_two, rtol=0, atol=1e-6)
     assert_equal(gradients, gradients_of_two, rtol=0, atol=1e-6)
@@ -396,32 +396,6 @@ def test_truncated_completions_are_masked(start):
     assert masked.normalizer == masked.loss_mask.sum()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # relative and absolute positions
-def test_padding_does_not_change_logprobs(architecture):
-    if architecture == "gpt2":
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=260, n_positions=32, n_embd=32, n_layer=1, n_head=2)).eval()
-    else:
-        model = make_model()
-    rows = [([5, 6, 7, 8], [9, 10]), ([11], [12, 13, 14, 15, 16])]
-    together = MicroBatch(
-        prompt_ids=pad([prompt for prompt, _ in rows], 0, side="left"),
-        prompt_mask=pad([[1] * len(prompt) for prompt, _ in rows], 0, side="left"),
-        completion_ids=pad([completion for _, completion in rows], 0),
-        completion_mask=pad([[1] * len(completion) for _, completion in rows], 0),
-        loss_mask=None,
-        advantages=None,
-        normalizer=1.0,
-    )
-    logprobs, entropies = completion_logprobs(model, together, 0.7, forward_arguments(model), with_entropy=True)
-    for index, (prompt, completion) in enumerate(rows):
-        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / 0.7
-        distribution = torch.distributions.Categorical(logits=logits)
-        own = slice(0, len(completion))
-        torch.testing.assert_close(logprobs[index, own], distribution.log_prob(torch.tensor(completion)))
-        torch.testing.assert_close(entropies[index, own], distribution.entropy())
-
-
 # -- reference --------------------------------------------------------------------------------------------------------
 
 
@@ -431,7 +405,7 @@ def test_reference_is_the_model_without_its_adapter(start):
     assert trainer.ref_model is None
     batch = first_batch(trainer)
     base = make_model()
-    expected = completion_logprobs(base, batch, 1.0, forward_arguments(base))[0]
+    expected = TokenScorer(base, fused=False)(base, batch)[0]
     torch.testing.assert_close(batch.ref_logprobs, expected)
     kl = logged(trainer, "kl")
     assert abs(kl[0]) < 1e-6 < kl[-1]

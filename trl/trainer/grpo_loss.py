@@ -1,8 +1,7 @@
-"""The arithmetic of GRPO: rewards to advantages, logits to log probabilities, both to a loss.
+"""The arithmetic of GRPO: rewards to advantages, and with log probabilities of tokens to a loss.
 
 Tensors in, tensors out, and nothing here waits for the device. Shapes in the docstrings: `B` completions in a
-micro-batch, `T` tokens in a padded completion, `V` tokens in the vocabulary, `N` completions in a generation batch,
-`F` reward functions.
+micro-batch, `T` tokens in a padded completion, `N` completions in a generation batch, `F` reward functions.
 
 Metrics carry their reduction in their name: over processes and micro-batches, take the minimum of those that end in
 `min`, the maximum of those that end in `max`, and the mean of all others.
@@ -10,7 +9,7 @@ Metrics carry their reduction in their name: over processes and micro-batches, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,84 +18,6 @@ from torch import Tensor
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation of rewards before dividing by it."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Log probabilities and entropy of tokens
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def selective_log_softmax(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log probability of one given token at every position.
-
-    Computed in float32 (float64 for float64 logits) whatever the dtype of the logits, a few positions at a time:
-    neither pass holds a float32 copy of all logits, and the only large tensor made is the gradient, in the dtype of
-    the logits.
-
-    Args:
-        logits (`Tensor`): `[B, T, V]`.
-        ids (`Tensor`): `[B, T]`, integer token ids.
-        temperature (`float`, defaults to `1.0`): Divides the logits, in float32.
-
-    Returns:
-        `Tensor`: `[B, T]`, in nats.
-    """
-    return _SelectiveLogSoftmax.apply(logits, ids, temperature)
-
-
-@torch.no_grad()
-def entropy_from_logits(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy of the distribution over the next token, in nats: `[B, T, V]` to `[B, T]`, in float32.
-
-    For monitoring: no gradient flows through it, so that it costs no memory in the backward pass.
-    """
-    entropies = torch.empty(logits.shape[:2], dtype=_accumulation_dtype(logits), device=logits.device)
-    for chunk in _chunks(logits):
-        logprobs = _scaled(logits[chunk], temperature).log_softmax(dim=-1)
-        # A token of probability zero adds nothing, but exp(-inf) * -inf is NaN.
-        entropies[chunk] = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
-    return entropies
-
-
-class _SelectiveLogSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-        selected = torch.empty(ids.shape, dtype=_accumulation_dtype(logits), device=logits.device)
-        normalizers = torch.empty_like(selected)
-        for chunk in _chunks(logits):
-            scaled = _scaled(logits[chunk], temperature)
-            normalizers[chunk] = scaled.logsumexp(dim=-1)
-            selected[chunk] = scaled.gather(-1, ids[chunk].unsqueeze(-1)).squeeze(-1) - normalizers[chunk]
-        ctx.save_for_backward(logits, ids, normalizers)
-        ctx.temperature = temperature
-        return selected
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_selected: Tensor) -> tuple[Tensor, None, None]:
-        logits, ids, normalizers = ctx.saved_tensors
-        grad_logits = torch.empty_like(logits)
-        for chunk in _chunks(logits):
-            probabilities = (_scaled(logits[chunk], ctx.temperature) - normalizers[chunk].unsqueeze(-1)).exp_()
-            weight = (grad_selected[chunk] / ctx.temperature).to(probabilities.dtype).unsqueeze(-1)
-            grad = probabilities.mul_(-weight).scatter_add_(-1, ids[chunk].unsqueeze(-1), weight)
-            grad_logits[chunk] = grad.to(logits.dtype)
-        return grad_logits, None, None
-
-
-def _chunks(logits: Tensor, size: int = 256) -> Iterator[tuple[int, slice]]:
-    """Indices of runs of at most `size` positions. Never flattens: `logits[:, :-1]` would be copied."""
-    for row in range(logits.shape[0]):
-        for start in range(0, logits.shape[1], size):
-            yield row, slice(start, start + size)
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    return logits.to(_accumulation_dtype(logits)) / temperature
-
-
-def _accumulation_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

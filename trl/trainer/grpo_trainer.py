@@ -38,12 +38,11 @@ from .rollouts import (
     MicroBatch,
     Samples,
     check_prompts_fit,
-    completion_logprobs,
     decode_completions,
-    forward_arguments,
     split_into_micro_batches,
     tokenize_prompts,
 )
+from .token_logprobs import TokenScorer
 from .utils import MetricBuffer, RepeatSampler, check_datasets, derived_seed
 
 
@@ -137,7 +136,8 @@ class GRPOTrainer(Trainer):
         )
         self.loss_config = _loss_config(args)
         self.sampling = _sampling_config(args, stop_token_ids(policy, tokenizer))
-        self._forward_arguments = forward_arguments(policy)
+        self._scorer = TokenScorer(policy, args.temperature, fused=not args.torch_compile)
+        self._ref_scorer = self._scorer if reference is None else TokenScorer(reference, args.temperature)
         self._metrics = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self._micro_batches: list[MicroBatch] = []
         self._position = 0  # micro-batches of this epoch that were trained on
@@ -332,20 +332,21 @@ class GRPOTrainer(Trainer):
         self.model.eval()  # no dropout, as in the engine
         for batch in batches:
             if needs_old:
-                batch.old_logprobs = self._logprobs(self.model, batch)
+                batch.old_logprobs = self._logprobs(batch)
             if self.args.beta != 0:
                 batch.ref_logprobs = self._reference_logprobs(batch)
         self.model.train(mode == "train")
 
-    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
-        if self.ref_model is not None:
-            return self._logprobs(self.ref_model, batch)
-        with self.accelerator.unwrap_model(self.model).disable_adapter():
-            return self._logprobs(self.model, batch)
-
-    def _logprobs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
         with self.compute_loss_context_manager():
-            return completion_logprobs(model, batch, self.args.temperature, self._forward_arguments)[0]
+            return self._scorer(self.model, batch)[0]
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        if self.ref_model is None:
+            with self.accelerator.unwrap_model(self.model).disable_adapter():
+                return self._logprobs(batch)
+        with self.compute_loss_context_manager():
+            return self._ref_scorer(self.ref_model, batch)[0]
 
     def compute_loss(
         self, model: nn.Module, inputs: MicroBatch, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -353,9 +354,7 @@ class GRPOTrainer(Trainer):
         """Loss of one micro-batch; the mean over the micro-batches of an update is what the optimizer sees."""
         if return_outputs:
             raise ValueError("return_outputs=True is not possible: GRPO computes a loss only.")
-        logprobs, entropies = completion_logprobs(
-            model, inputs, self.args.temperature, self._forward_arguments, with_entropy=True
-        )
+        logprobs, entropies = self._scorer(model, inputs, with_entropy=True)
         outputs = grpo_loss(
             LossInputs(
                 logprobs=logprobs,

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..data_utils import apply_chat_template, is_conversational
-from ..weight_sync.adapter import base_model
-from .grpo_loss import entropy_from_logits, selective_log_softmax
 from .utils import pad
 
 
@@ -202,45 +199,3 @@ def split_into_micro_batches(
             )
         )
     return batches
-
-
-def forward_arguments(model: nn.Module) -> frozenset[str]:
-    """Which optional arguments of [`completion_logprobs`] the model's forward pass takes."""
-    accepted = inspect.signature(type(base_model(model)).forward).parameters
-    return frozenset({"position_ids", "logits_to_keep"} & accepted.keys())
-
-
-def completion_logprobs(
-    model: nn.Module,
-    batch: MicroBatch,
-    temperature: float,
-    arguments: frozenset[str] = frozenset(),
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log probabilities that the model gives to the tokens of completions.
-
-    Padding has no influence: positions count from the first token of a prompt, where the model takes them.
-
-    Args:
-        model (`nn.Module`): The policy or reference, wrapped or not.
-        batch ([`MicroBatch`]): On the model's device.
-        temperature (`float`): Divides the logits.
-        arguments (`frozenset[str]`): From [`forward_arguments`].
-        with_entropy (`bool`, defaults to `False`): Compute the entropy as well, without gradient.
-
-    Returns:
-        `tuple[Tensor, Tensor | None]`: Log probabilities `[B, T]`, in nats, and entropies `[B, T]`.
-    """
-    length = batch.completion_ids.shape[1]
-    attention_mask = torch.cat([batch.prompt_mask, batch.completion_mask], dim=1)
-    optional = {"logits_to_keep": length + 1}
-    if "position_ids" in arguments:
-        optional["position_ids"] = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = model(
-        input_ids=torch.cat([batch.prompt_ids, batch.completion_ids], dim=1),
-        attention_mask=attention_mask,
-        use_cache=False,
-        **{name: value for name, value in optional.items() if name in arguments},
-    ).logits[:, -length - 1 : -1]
-    logprobs = selective_log_softmax(logits, batch.completion_ids, temperature)
-    return logprobs, entropy_from_logits(logits, temperature) if with_entropy else None
