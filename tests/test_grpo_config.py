@@ -13,7 +13,6 @@ from trl import GRPOConfig
 TRL_DEFAULTS = {
     "learning_rate": 1e-6,
     "logging_steps": 10,
-    "gradient_checkpointing": True,
     "remove_unused_columns": False,
     "num_generations": 8,
     "max_completion_length": 512,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 import warnings
@@ -18,6 +19,7 @@ from tests.testing_utils import make_model, make_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import PolicyUpdate, SamplingConfig
 from trl.generation.transformers_engine import TransformersEngine
+from trl.trainer import memory
 from trl.trainer.grpo_loss import LossConfig
 from trl.trainer.token_logprobs import TokenScorer
 from trl.trainer.utils import MetricBuffer, RepeatSampler, pad
@@ -202,6 +204,28 @@ def test_gradient_checkpointing_changes_nothing(start, use_reentrant):
     checkpointed.train()
     assert checkpointed.model.is_gradient_checkpointing
     assert_equal(trained(plain), trained(checkpointed), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "free", "settled"),
+    [(None, None, True), (None, 2**40, False), (None, 2**10, True), (True, 2**40, True), (False, 2**10, False)],
+)
+def test_trainer_settles_checkpointing(start, monkeypatch, caplog, given, free, settled):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    caplog.set_level(logging.INFO, "trl")
+    trainer = start(gradient_checkpointing=given)
+    assert trainer.args.gradient_checkpointing is settled
+    assert ("Gradient checkpointing is" in caplog.text) == (given is None and free is not None)
+
+
+def test_measuring_activations_changes_nothing(start, monkeypatch):
+    results = []
+    for free in (None, 2**10):  # the first is not measured
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=free: free)
+        trainer = start(peft_config=lora(lora_dropout=0.5))
+        trainer.train()
+        results.append(trained(trainer))
+    assert_equal(*results)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])

@@ -25,8 +25,9 @@ class GRPOConfig(TrainingArguments):
     """Options of [`GRPOTrainer`], on top of those of [`~transformers.TrainingArguments`].
 
     Defaults that differ from `TrainingArguments`: `learning_rate=1e-6`, `logging_steps=10`,
-    `gradient_checkpointing=True` (not re-entrant), `remove_unused_columns=False`, and `bf16`, which is on where the
-    device supports it unless `fp16` or `bf16=False` is given.
+    `remove_unused_columns=False`, `bf16`, which is on where the device supports it unless `fp16` or `bf16=False` is
+    given, and `gradient_checkpointing` (not re-entrant), which is on unless a GPU has the memory to do without; `True`
+    and `False` decide it.
 
     Completions of one rollout: `generation_batch_size = per_device_train_batch_size * number of processes *
     steps_per_generation`. It must be a multiple of `num_generations`.
@@ -113,8 +114,9 @@ class GRPOConfig(TrainingArguments):
     logging_steps: float = field(
         default=10, metadata={"help": "Log every so many updates; below 1 it is a share of all updates."}
     )
-    gradient_checkpointing: bool = field(
-        default=True, metadata={"help": "Recompute activations in the backward pass to save memory."}
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={"help": "Recompute activations in the backward pass to save memory; by default where it is short."},
     )
     bf16: bool | None = field(
         default=None, metadata={"help": "bfloat16 autocast; by default on where the device has it and fp16 is off."}
@@ -245,7 +247,7 @@ class GRPOConfig(TrainingArguments):
             super().__post_init__()
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # there is no device to pin it for, and torch would warn
-        if self.gradient_checkpointing:
+        if self.gradient_checkpointing is not False:
             kwargs = self.gradient_checkpointing_kwargs or {}
             self.gradient_checkpointing_kwargs = {"use_reentrant": False, **kwargs}
         self.scale_rewards = _scale_rewards(self.scale_rewards)

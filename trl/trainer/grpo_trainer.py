@@ -6,6 +6,7 @@ rows of the dataset -> [`GRPOTrainer._sample`] -> [`GRPOTrainer._reward`] -> adv
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -30,15 +31,26 @@ from transformers import (
 from ..generation import SamplingConfig, create_rollout_engine
 from ..rewards.evaluate import RewardEvaluator, RewardFunc
 from ..weight_sync import WeightSync
+from . import memory
 from .callbacks import CompletionsCallback, show_rewards_on_progress_bar
 from .grpo_config import GRPOConfig, accelerate_environment, check_eval_batch
 from .grpo_loss import LossConfig, LossInputs, aggregate_rewards, group_advantages, grpo_loss
-from .model_loading import frozen_copy, load_policy, load_tokenizer, settle_padding, short_name, stop_token_ids
+from .model_loading import (
+    frozen_copy,
+    let_gradients_through_checkpoints,
+    load_policy,
+    load_tokenizer,
+    settle_padding,
+    short_name,
+    stop_token_ids,
+)
 from .rollouts import (
     MicroBatch,
     Samples,
     check_prompts_fit,
     decode_completions,
+    longest_prompt,
+    micro_batch_order,
     split_into_micro_batches,
     tokenize_prompts,
 )
@@ -48,6 +60,9 @@ from .utils import MetricBuffer, RepeatSampler, check_datasets, derived_seed
 
 if TYPE_CHECKING:
     import datasets
+
+
+logger = logging.getLogger(__name__)
 
 
 class GRPOTrainer(Trainer):
@@ -145,6 +160,7 @@ class GRPOTrainer(Trainer):
         self._num_eval_rollouts = 0
         self._add_callbacks()
         self._start_engine(policy, tokenizer)
+        self._settle_checkpointing(policy)
 
     def _add_callbacks(self) -> None:
         self.add_callback(_TrainingEvents(self))
@@ -174,6 +190,35 @@ class GRPOTrainer(Trainer):
         for argument, dataset in datasets.items():
             if dataset is not None:
                 check_prompts_fit(argument, dataset, tokenizer, context, self.args.chat_template_kwargs)
+
+    def _settle_checkpointing(self, policy: nn.Module) -> None:
+        """Decide on gradient checkpointing where the user has not: by the memory that is left beside the engine."""
+        if self.args.gradient_checkpointing is None:
+            self.rollout_engine.sleep()  # as while training
+            self.args.gradient_checkpointing = self._needs_checkpointing(policy)
+        if self.args.gradient_checkpointing:
+            let_gradients_through_checkpoints(policy, self.args.gradient_checkpointing_kwargs)
+
+    def _needs_checkpointing(self, policy: nn.Module) -> bool:
+        device = self.accelerator.device
+        free = memory.free_bytes(device)
+        # Shares of a sharded model are gathered in the backward pass, which processes must not disagree on.
+        if free is None or self.accelerator.num_processes > 1:
+            return True
+
+        def forward(length: int) -> Any:
+            with self.accelerator.autocast():
+                return self._scorer(policy, MicroBatch.of_zeros(1, length, device), with_entropy=True)
+
+        was_training = policy.training
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            estimate = memory.estimate_activations(policy.train(), forward)
+        policy.train(was_training)
+        prompt = longest_prompt(self.train_dataset, self.processing_class, self.args.chat_template_kwargs)
+        sequences, length = self.args.per_device_train_batch_size, prompt + self.args.max_completion_length
+        needed, why = memory.checkpointing_needed(estimate, free, sequences, length)
+        logger.info(why)
+        return needed
 
     def close(self) -> None:
         """Close the rollout engine and release what it holds. May be called twice; the trainer cannot sample then."""
@@ -254,21 +299,26 @@ class GRPOTrainer(Trainer):
         mode = self._mode
         samples = self._sample([row["prompt"] for row in rows], seed)
         advantages, num_tokens = self._reward(samples, rows)
-        order = list(range(len(rows)))
-        if num_micro_batches > 1:
-            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
         batches = split_into_micro_batches(
             samples,
             advantages,
             num_tokens / (self.accelerator.num_processes * num_micro_batches),
             num_micro_batches,
-            order,
+            self._order(samples, seed) if num_micro_batches > 1 else range(len(rows)),
             self.processing_class.pad_token_id,
             self.args.mask_truncated_completions,
         )
         batches = [batch.to(self.accelerator.device) for batch in batches]
         self._add_fixed_logprobs(batches, mode)
         return batches
+
+    def _order(self, samples: Samples, seed: int) -> list[int]:
+        lengths = [
+            len(prompt) + len(completion)
+            for prompt, completion in zip(samples.prompt_ids, samples.completion_ids, strict=True)
+        ]
+        size_of_update = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return micro_batch_order(lengths, seed, size_of_update, by_length=self.args.loss_type != "bnpo")
 
     def _sample(self, prompts: list[Any], seed: int) -> Samples:
         """Bring the engine to the current policy and sample one completion for each prompt."""

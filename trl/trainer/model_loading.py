@@ -37,8 +37,7 @@ def load_policy(
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): Hub id, path, or the model itself.
-        args ([`GRPOConfig`]): `model_init_kwargs`, `trust_remote_code`, `disable_dropout`, `gradient_checkpointing`
-            and `beta` are read.
+        args ([`GRPOConfig`]): `model_init_kwargs`, `trust_remote_code`, `disable_dropout` and `beta` are read.
         peft_config (`PeftConfig`, *optional*): Adapter to add.
         quantization_config (*optional*): For loading by name.
 
@@ -63,8 +62,6 @@ def load_policy(
         _check_reference(policy, args.beta)
     if args.disable_dropout:
         _disable_dropout(policy)
-    if args.gradient_checkpointing and isinstance(policy, PeftModel):
-        _let_gradients_through_checkpoints(policy, args.gradient_checkpointing_kwargs)
     return policy
 
 
@@ -130,10 +127,13 @@ def _disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def _let_gradients_through_checkpoints(policy: PeftModel, checkpointing_kwargs: dict[str, Any]) -> None:
-    # A re-entrant checkpoint only has a backward pass if one of its inputs needs a gradient, and frozen embeddings
-    # give none that does.
-    if checkpointing_kwargs["use_reentrant"]:
+def let_gradients_through_checkpoints(policy: nn.Module, checkpointing_kwargs: dict[str, Any]) -> None:
+    """Make an adapter trainable under re-entrant checkpoints.
+
+    Such a checkpoint only has a backward pass if one of its inputs needs a gradient, and frozen embeddings give none
+    that does.
+    """
+    if isinstance(policy, PeftModel) and checkpointing_kwargs["use_reentrant"]:
         policy.enable_input_require_grads()
 
 

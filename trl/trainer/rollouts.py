@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -59,6 +59,15 @@ class MicroBatch:
     sampling_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+
+    @classmethod
+    def of_zeros(cls, sequences: int, length: int, device: torch.device) -> MicroBatch:
+        """Sequences of `length` tokens, all but the first of them completion, to try things with."""
+        ids = torch.zeros((sequences, length), dtype=torch.long, device=device)
+        ones = torch.ones_like(ids)
+        return cls(
+            ids[:, :1], ones[:, :1], ids[:, 1:], ones[:, 1:], ones[:, 1:], torch.zeros(sequences, device=device), 1.0
+        )
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`."""
@@ -116,8 +125,7 @@ def check_prompts_fit(
     Raises:
         ValueError: Names the first such row and its length in tokens.
     """
-    prompts = dataset["prompt"] if hasattr(dataset, "column_names") else (row["prompt"] for row in dataset)
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(_prompts(dataset)):
         # No token is shorter than a byte, so all but the longest prompts need not be tokenised.
         if _most_tokens(prompt) < context:
             continue
@@ -127,6 +135,16 @@ def check_prompts_fit(
                 f"Row {index} of {argument} has a prompt of {num_tokens} tokens, and the engine's context holds "
                 f"{context}, completion included: filter or shorten the prompts, or raise vllm_max_model_length."
             )
+
+
+def longest_prompt(dataset: Any, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict | None = None) -> int:
+    """Tokens of the prompt that takes most bytes, which is the longest one or nearly so."""
+    prompt = max(_prompts(dataset), key=_most_tokens)
+    return len(tokenize_prompts([prompt], tokenizer, chat_template_kwargs)[0])
+
+
+def _prompts(dataset: Any) -> Iterable[Any]:
+    return dataset["prompt"] if hasattr(dataset, "column_names") else (row["prompt"] for row in dataset)
 
 
 def _most_tokens(prompt: Any) -> float:
@@ -155,6 +173,32 @@ def decode_completions(
         asked.append(prompt[:-1] if begun else prompt)
         answered.append([{"role": "assistant", "content": prompt[-1]["content"] + text if begun else text}])
     return asked, answered
+
+
+def micro_batch_order(lengths: Sequence[int], seed: int, size_of_update: int, by_length: bool = True) -> list[int]:
+    """Which samples of a rollout share an update, and within it a micro-batch.
+
+    Chance decides on the update. Within one, samples of similar length come together, because a micro-batch is padded
+    to its longest; the longest come first, so that a run that needs too much memory fails at once.
+
+    Args:
+        lengths (`Sequence[int]`): `N` lengths in tokens, prompt and completion together.
+        seed (`int`): Seed of the permutation.
+        size_of_update (`int`): Samples of this process that go into one optimizer step.
+        by_length (`bool`, defaults to `True`): Whether to sort. A loss that divides by the tokens of each micro-batch
+            depends on which samples are in it.
+
+    Returns:
+        `list[int]`: A permutation of the samples.
+    """
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
+    if not by_length:
+        return order
+    return [
+        sample
+        for start in range(0, len(order), size_of_update)
+        for sample in sorted(order[start : start + size_of_update], key=lambda sample: -lengths[sample])
+    ]
 
 
 def split_into_micro_batches(

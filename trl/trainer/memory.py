@@ -1,0 +1,96 @@
+"""How much memory a training step needs, measured instead of guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+
+PROBE_LENGTHS = (64, 128, 256)
+GIBIBYTE = 2**30
+
+
+@dataclass(frozen=True)
+class ActivationEstimate:
+    """Bytes that one forward pass keeps for the backward pass.
+
+    Attributes:
+        fixed (`float`): Whatever the length: copies of frozen weights in the dtype of autocast.
+        per_token (`float`): For each token.
+        per_pair (`float`): For each pair of tokens of one sequence, where attention scores are kept.
+    """
+
+    fixed: float
+    per_token: float
+    per_pair: float
+
+    def total(self, sequences: int, length: int) -> float:
+        """Bytes for a micro-batch of `sequences`, each of `length` tokens."""
+        return self.fixed + sequences * (self.per_token * length + self.per_pair * length**2)
+
+
+def saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
+    """Bytes of all tensors that autograd keeps during `forward`, without the model's own parameters and buffers."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # The result holds the graph, so that no storage is freed and its address taken again.
+        result = forward()
+    del result
+    return sum(kept.values())
+
+
+def estimate_activations(model: nn.Module, forward: Callable[[int], object]) -> ActivationEstimate:
+    """Measure short sequences and put a parabola through them, which every transformer's memory lies on.
+
+    Args:
+        model (`nn.Module`): The model, in the mode that it is trained in.
+        forward (callable): Runs one sequence of the given length and returns something that holds the graph.
+    """
+    lengths = torch.tensor(PROBE_LENGTHS, dtype=torch.float64)
+    measured = torch.tensor([saved_bytes(model, partial(forward, each)) for each in PROBE_LENGTHS]).double()
+    fixed, per_token, per_pair = torch.linalg.solve(torch.stack([lengths**0, lengths, lengths**2], dim=1), measured)
+    return ActivationEstimate(max(0.0, fixed.item()), per_token.item(), max(0.0, per_pair.item()))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What is left of a GPU's memory, with what torch holds in reserve. `None` for other devices."""
+    if device.type != "cuda":
+        return None
+    unused, _ = torch.cuda.mem_get_info(device)
+    return unused + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def checkpointing_needed(
+    estimate: ActivationEstimate, free: int, sequences: int, length: int, share: float = 0.8
+) -> tuple[bool, str]:
+    """Decide on gradient checkpointing, and say why.
+
+    Args:
+        estimate ([`ActivationEstimate`]): Of the model without checkpoints.
+        free (`int`): Bytes that are free.
+        sequences, length (`int`): The largest micro-batch that can come, in sequences and tokens.
+        share (`float`, defaults to `0.8`): How much of `free` activations may take. The rest is for what is not
+            counted: gradients, a chunk of logits, and gaps between blocks.
+
+    Returns:
+        `tuple[bool, str]`: Whether it is needed, and a line for the log.
+    """
+    needed = estimate.total(sequences, length)
+    checkpointing = needed > share * free
+    return checkpointing, (
+        f"Gradient checkpointing is {'on' if checkpointing else 'off'}: without it a micro-batch of {sequences} "
+        f"sequences of {length} tokens keeps {needed / GIBIBYTE:.1f} GiB of activations, and {free / GIBIBYTE:.1f} "
+        "GiB are free. Set gradient_checkpointing to choose yourself."
+    )
