@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from trl.generation.engine import SamplingConfig
 from trl.generation.factory import engine_capabilities
 from trl.generation.vllm_engine import VllmEngine, VllmSettings
+from trl.generation.vllm_worker import InitialWeights
 from trl.weight_sync import WeightSync, base_tensors, select_sync
 from trl.weight_sync.adapter import base_model
 from trl.weight_sync.verify import trainer_logprobs
@@ -78,13 +79,16 @@ def with_adapter(model: PreTrainedModel, rank: int) -> PeftModel:
     return model
 
 
-def build_engine(model, device: str, dtype: torch.dtype, vllm_enable_lora=None, **settings):
+def build_engine(model, device: str, dtype: torch.dtype, vllm_enable_lora=None, vllm_lora_mode=None, **settings):
     """`(engine, sync)` as the trainer builds them."""
-    config = SimpleNamespace(vllm_enable_lora=vllm_enable_lora, max_lora_rank=None)
+    config = SimpleNamespace(
+        vllm_enable_lora=vllm_enable_lora, vllm_lora_mode=vllm_lora_mode, max_lora_rank=None, vllm_share_base=False
+    )
     root = base_model(model)
     plan = select_sync(model, config, engine_capabilities(root.config, dtype, torch.device(device)))
     settings = VllmSettings(dtype=dtype, device=torch.device(device), **settings)
-    return VllmEngine(plan, root.config, lambda: base_tensors(model), settings), WeightSync(model, plan)
+    weights = InitialWeights(lambda: base_tensors(model))
+    return VllmEngine(plan, root.config, weights, settings), WeightSync(model, plan)
 
 
 def agreement(engine, model, prompts, max_tokens: int = 12) -> dict[str, float]:

@@ -92,6 +92,13 @@ def test_size_of_a_rollout(options, expected):
         ({"max_lora_rank": 24}, ("max_lora_rank=24", "1, 8, 16, 32, 64, 128, 256, 320, 512")),
         ({"vllm_recreate_every": 0}, ("vllm_recreate_every=0", "at least 1")),
         ({"vllm_enable_lora": True}, ("vllm_enable_lora=True", "use_vllm=True")),
+        ({"vllm_lora_mode": "auto"}, ("vllm_lora_mode='auto'", "use_vllm=True")),
+        ({"vllm_lora_mode": "fast", "use_vllm": True}, ("vllm_lora_mode='fast'", "'dynamic', 'merged', 'auto'")),
+        (
+            {"vllm_lora_mode": "auto", "vllm_enable_lora": False, "use_vllm": True},
+            ("vllm_lora_mode='auto'", "vllm_enable_lora=False", "vllm_lora_mode='merged'"),
+        ),
+        ({"vllm_share_base": True}, ("vllm_share_base=True", "use_vllm=True")),
         ({"vllm_mode": "server"}, ("vllm_mode='server'", "colocate", "later")),
         ({"loss_type": "sapo"}, ("loss_type='sapo'", "'grpo', 'bnpo', 'dr_grpo', 'dapo'")),
         ({"scale_rewards": "std"}, ("scale_rewards='std'", "'group', 'batch', 'none'")),

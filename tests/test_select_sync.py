@@ -18,8 +18,13 @@ LLAMA = EngineCapabilities(
 )
 
 
-def config(vllm_enable_lora=None, max_lora_rank=None):
-    return SimpleNamespace(vllm_enable_lora=vllm_enable_lora, max_lora_rank=max_lora_rank)
+def config(vllm_enable_lora=None, max_lora_rank=None, vllm_lora_mode=None, vllm_share_base=False):
+    return SimpleNamespace(
+        vllm_enable_lora=vllm_enable_lora,
+        vllm_lora_mode=vllm_lora_mode,
+        max_lora_rank=max_lora_rank,
+        vllm_share_base=vllm_share_base,
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,71 @@ def test_architecture_without_embedding_adapters():
     capabilities = EngineCapabilities(embedding_modules=frozenset(), architecture="Qwen2ForCausalLM")
     plan = select_sync(make_policy(lora(target_modules=["lm_head", "q_proj"])), config(), capabilities)
     assert plan.reasons == ("vLLM serves no adapter on lm_head for Qwen2ForCausalLM",)
+
+
+DORA = {"use_dora": True}
+LARGE = {"r": 600, "target_modules": ["q_proj"]}  # too large for LoRA kernels
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "strategy", "num_reasons"),
+    [
+        ({}, None, "dynamic", 0),
+        ({}, "dynamic", "dynamic", 0),
+        ({}, "merged", "merged", 0),
+        ({}, "auto", "auto", 0),
+        (LARGE, "dynamic", "full", 1),
+        (LARGE, "merged", "merged", 0),
+        (LARGE, "auto", "merged", 1),
+        (DORA, "merged", "full", 1),
+        (DORA, "auto", "full", 1),
+    ],
+)
+def test_strategy_follows_the_mode(arguments, mode, strategy, num_reasons):
+    model = make_policy(lora(**arguments))
+    plan = select_sync(model, config(vllm_lora_mode=mode), LLAMA)
+    assert (plan.strategy, len(plan.reasons)) == (strategy, num_reasons)
+    assert plan.max_lora_rank == (8 if strategy in ("dynamic", "auto") else None)
+    if strategy == "full":
+        with pytest.raises(ValueError, match="vllm_enable_lora=True"):
+            select_sync(model, config(True, vllm_lora_mode=mode), LLAMA)
+    else:
+        assert select_sync(model, config(True, vllm_lora_mode=mode), LLAMA) == plan
+
+
+def test_merged_in_the_engine_without_lora():
+    assert select_sync(make_policy(lora()), config(False, vllm_lora_mode="merged"), LLAMA).strategy == "merged"
+
+
+def on_meta(model):
+    model.get_base_model().lm_head.to("meta")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (lambda: make_policy(lora()), {"vllm_enable_lora": False}, "full weights are sent"),
+        (lambda: make_policy(lora(modules_to_save=["norm"])), {}, "some modules are trained in full"),
+        (
+            lambda: make_policy(lora()).bfloat16(),
+            {},
+            "in bfloat16, vLLM computes in float32",
+        ),
+        (lambda: on_meta(make_policy(lora())), {}, "spread over devices (cpu, meta)"),
+    ],
+)
+def test_base_that_cannot_be_shared(make, options, words):
+    plan = select_sync(make(), config(**options, vllm_share_base=True), LLAMA)
+    assert not plan.share_base
+    assert [words in reason for reason in plan.share_reasons] == [True]
+
+
+def test_base_is_shared_only_on_demand():
+    model = make_policy(lora())
+    assert select_sync(model, config(vllm_share_base=True), LLAMA).share_base
+    plan = select_sync(model, config(), LLAMA)
+    assert (plan.share_base, plan.share_reasons) == (False, ())
 
 
 def test_merged_on_demand():

@@ -130,3 +130,43 @@ def test_engine_serves_the_policy(name, architecture, start_engine, prompts):
     assert dict(os.environ) == environment
     for key, tensor in base_state(model).items():
         assert torch.equal(tensor, base[key]), key
+
+
+MERGEABLE = [(name, "llama") for name, row in ADAPTERS.items() if row[1] == "dynamic"]
+MERGEABLE += [(name, "qwen2") for name in ("plain", "q,v", "lm_head", "embed_tokens, tied", "trainable_token_indices")]
+
+
+@pytest.mark.parametrize(("name", "architecture"), MERGEABLE)
+def test_engine_puts_the_adapter_into_its_weights(name, architecture, start_engine, prompts):
+    peft_config, *strategies, model_arguments = ADAPTERS[name]
+    model = make_policy(peft_config, architecture, **model_arguments)
+    move(model)
+    environment, base = dict(os.environ), base_state(model)
+    both_ways = strategies[architecture == "qwen2"] == "dynamic"
+
+    engine, sync = start_engine(model, vllm_lora_mode="auto" if both_ways else "merged")
+    assert sync.plan.strategy == ("auto" if both_ways else "merged"), sync.plan.reasons
+    # From one way of serving to the other and back, the policy moving each time.
+    for seed, mode in enumerate(["merged", "merged", *(["dynamic", "merged"] if both_ways else [])]):
+        move(model, seed)
+        if engine.policy_version is not None:
+            assert logprob_difference(engine, model, prompts) > 10 * TOLERANCE
+        if both_ways:
+            sync.chooser = Choice(mode)
+        report = sync.push(engine)
+        assert (report.merge_error is None) == (mode == "dynamic")
+        check_logprobs(engine, model, prompts, tolerance=TOLERANCE)
+
+    assert dict(os.environ) == environment
+    for key, tensor in base_state(model).items():
+        assert torch.equal(tensor, base[key]), key
+
+
+class Choice:
+    """Stands in for a `ModeChooser` that has decided."""
+
+    def __init__(self, mode):
+        self.mode = mode
+
+    def choose(self, error):
+        return self.mode

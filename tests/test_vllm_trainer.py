@@ -119,24 +119,25 @@ def test_training_samples_from_the_policy(start, peft_config, strategy, prompts,
         torch.testing.assert_close(restored(token_ids).logits, trainer.model(token_ids).logits)
 
 
-def test_vllm_enable_lora_does_not_change_what_is_learned(start):
+def test_way_of_serving_does_not_change_what_is_learned(start):
     greedy = SamplingConfig(max_tokens=8, temperature=0.0)
     prompts = [list(range(10, 50)), list(range(60, 75))]
 
-    def run(enable, strategy):
+    def run(strategy, **options):
         def measure(step):
             trainer.weight_sync.push(trainer.rollout_engine)
             rewards.extend(low_tokens(trainer.rollout_engine.generate(prompts, greedy).completion_ids))
 
         rewards = []
-        trainer = start(peft_config=lora(), vllm_enable_lora=enable, max_steps=5, callbacks=[AfterEachStep(measure)])
+        trainer = start(peft_config=lora(), max_steps=5, callbacks=[AfterEachStep(measure)], **options)
         assert trainer.sync_plan.strategy == strategy
         trainer.train()
         return rewards + history(trainer, "reward")
 
-    served, merged = run(True, "dynamic"), run(False, "full")
+    served = run("dynamic", vllm_enable_lora=True)
     assert len(served) == 15
-    assert served == pytest.approx(merged, abs=1e-3)
+    assert run("full", vllm_enable_lora=False) == pytest.approx(served, abs=1e-3)
+    assert run("merged", vllm_lora_mode="merged") == pytest.approx(served, abs=1e-3)
 
 
 def test_recreating_the_engine_changes_nothing(start):
@@ -256,3 +257,59 @@ def test_vllm_missing_or_unsupported(start, monkeypatch, version, message):
 def test_configuration_that_cannot_work(start, options, message):
     with pytest.raises(ValueError, match=message):
         start(peft_config=lora(r=20), **options)
+
+
+def test_lora_mode_auto_measures_both_ways_and_decides(start, caplog):
+    caplog.set_level("INFO", "trl")
+    trainer = start(peft_config=lora(), vllm_lora_mode="auto", max_steps=8)
+    trainer.train()
+    modes = history(trainer, "sync/mode")
+    assert modes[:4] == [0.0, 0.0, 1.0, 1.0]
+    assert modes[4:] == [float(trainer.weight_sync.chooser.decision == "merged")] * 4
+    assert sum("from now on" in record.message for record in caplog.records) == 1
+    assert len(history(trainer, "sync/merge_error")) == sum(modes)
+    assert max(history(trainer, "sampling/sampling_logp_difference/max")) < 1e-3
+    assert min(history(trainer, "rollout/tokens_per_second")) > 0
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "merged"])
+def test_everything_works_with_a_shared_base(start, mode, monkeypatch, tmp_path):
+    """Reference policy, evaluation, checkpoints, resuming and rebuilding, beside an engine that uses the weights."""
+    from vllm import _custom_ops
+
+    monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
+    base = {name: tensor.clone() for name, tensor in base_tensors(make_model())}
+    results = []
+    for share in (False, True):
+        trainer = start(
+            peft_config=lora(),
+            eval_dataset=Dataset.from_dict({"prompt": ["Count", "Count to 1"] * 4}),
+            folder=f"share {share}",
+            vllm_lora_mode=mode,
+            vllm_share_base=share,
+            vllm_recreate_every=2,
+            beta=0.1,
+            max_steps=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+        )
+        assert trainer.sync_plan.share_base == share
+        trainer.train()
+        for name, tensor in base_tensors(trainer.model):
+            assert torch.equal(tensor, base[name]), name
+        assert max(history(trainer, "sampling/sampling_logp_difference/max")) < 1e-3
+        results.append((adapter(trainer), history(trainer, "kl"), history(trainer, "eval_reward")))
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"share {share}" / "checkpoint-2"))
+        assert all(torch.equal(tensor, results[-1][0][name]) for name, tensor in adapter(trainer).items())
+        trainer.close()
+    assert results[0][1:] == results[1][1:]
+    assert all(torch.equal(tensor, results[1][0][name]) for name, tensor in results[0][0].items())
+
+
+def test_base_that_cannot_be_shared_is_held_twice_with_a_reason(start, caplog):
+    trainer = start(peft_config=lora(use_dora=True), vllm_share_base=True, vllm_enable_lora=False)
+    assert not trainer.sync_plan.share_base
+    assert trainer.sync_plan.share_reasons == ("full weights are sent, which would be written over the trainer's",)
+    assert "vllm_share_base=True has no effect: full weights" in caplog.text

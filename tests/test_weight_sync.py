@@ -17,8 +17,9 @@ from trl.weight_sync.adapter import canonical_adapter, fold_scaling, lora_layers
 LLAMA = EngineCapabilities(fused_modules=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")))
 
 
-def sync_of(model, enable=None):
-    return WeightSync(model, select_sync(model, SimpleNamespace(vllm_enable_lora=enable, max_lora_rank=None), LLAMA))
+def sync_of(model, enable=None, mode=None):
+    config = SimpleNamespace(vllm_enable_lora=enable, vllm_lora_mode=mode, max_lora_rank=None, vllm_share_base=False)
+    return WeightSync(model, select_sync(model, config, LLAMA))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from peft import LoraConfig, get_peft_model
 from tests.testing_utils import make_model
 from trl.generation.factory import engine_capabilities
 from trl.generation.vllm_engine import VllmEngine, VllmSettings
+from trl.generation.vllm_worker import InitialWeights
 from trl.weight_sync import WeightSync, base_tensors, select_sync
 from trl.weight_sync.adapter import base_model
+from trl.weight_sync.share import share_base
 
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -42,11 +44,25 @@ def move(model, seed=1, scale=0.1):
 
 
 def build_engine(
-    model, vllm_enable_lora=None, max_lora_rank=None, recreate_every=None, dtype=torch.float32, **settings
+    model,
+    vllm_enable_lora=None,
+    vllm_lora_mode=None,
+    max_lora_rank=None,
+    vllm_share_base=False,
+    recreate_every=None,
+    dtype=torch.float32,
+    **settings,
 ):
     """`(engine, sync)` for a model, as the trainer builds them."""
-    config = SimpleNamespace(vllm_enable_lora=vllm_enable_lora, max_lora_rank=max_lora_rank)
+    config = SimpleNamespace(
+        vllm_enable_lora=vllm_enable_lora,
+        vllm_lora_mode=vllm_lora_mode,
+        max_lora_rank=max_lora_rank,
+        vllm_share_base=vllm_share_base,
+    )
     plan = select_sync(model, config, engine_capabilities(base_model(model).config, dtype, DEVICE))
     settings = VllmSettings(dtype, DEVICE, max_num_seqs=8, extra={"enforce_eager": True}, **settings)
-    engine = VllmEngine(plan, base_model(model).config, partial(base_tensors, model), settings)
+    shared = share_base(model, plan.fused_modules, dtype, DEVICE) if plan.share_base else []
+    weights = InitialWeights(partial(base_tensors, model), shared)
+    engine = VllmEngine(plan, base_model(model).config, weights, settings)
     return engine, WeightSync(model, plan, recreate_every)

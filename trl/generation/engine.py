@@ -73,30 +73,49 @@ class AdapterModule(NamedTuple):
     scaling: float = 1.0
 
 
+def adapter_bytes(adapter: Mapping[str, AdapterModule]) -> int:
+    """Size of an adapter's factors in the dtype that they have."""
+    factors = [factor for module in adapter.values() for factor in (module.lora_a, module.lora_b)]
+    return sum(factor.numel() * factor.element_size() for factor in factors)
+
+
 @dataclass(frozen=True)
 class PolicyUpdate:
     """A policy on its way into an engine.
 
     Attributes:
         version (`int`): Version of the policy that is served once the update is in.
-        adapter (`dict[str, AdapterModule]`): Canonical adapter by module name as in the checkpoint; empty where the
-            strategy serves merged weights.
+        adapter (`dict[str, AdapterModule]`): Canonical adapter by module name as in the checkpoint; empty where full
+            tensors hold all of the policy.
+        base (`dict[str, torch.Tensor]`, *optional*): Pristine weights by module name. Where given, the engine serves
+            weights that it makes of them and the adapter; otherwise it applies the adapter while it computes. Holds
+            every module that shares one of the engine's weights with an adapted one.
         tensors (callable returning an iterator of `(name, tensor)`): Full tensors beside the adapter, by checkpoint
             name, made one at a time each time it is called. `None` where there are none.
     """
 
     version: int
     adapter: dict[str, AdapterModule] = field(default_factory=dict)
+    base: dict[str, torch.Tensor] | None = None
     tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """What one push moved: the version now served, bytes handed to the engine, and seconds on the host's clock."""
+    """What one push did.
+
+    Attributes:
+        version (`int`): The version now served.
+        num_bytes (`int`): What was handed to the engine, pristine weights not counted.
+        seconds (`float`): On the host's clock.
+        merge_error (`float`, *optional*): Where the engine merged the adapter: what rounding changed in the delta,
+            relative to its norm.
+    """
 
     version: int
     num_bytes: int
     seconds: float
+    merge_error: float | None = None
 
 
 @runtime_checkable

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..weight_sync.adapter import base_model
-from ..weight_sync.select import EngineCapabilities, SyncPlan, announce, select_sync
+from ..weight_sync.select import EngineCapabilities, SyncPlan, announce, announce_sharing, select_sync
+from ..weight_sync.share import SharedTensor, num_bytes, share_base
 from ..weight_sync.strategies import base_tensors
 from .engine import RolloutEngine
 from .process_state import globals_kept, vllm_process
@@ -56,18 +57,21 @@ def create_rollout_engine(
     dtype = _serving_dtype(model, args)
     plan = select_sync(model, args, engine_capabilities(config, dtype, accelerator.device))
     announce(plan, has_adapter=hasattr(model, "peft_config"), logger=logger)
+    announce_sharing(plan, logger)
+    shared = share_base(model, plan.fused_modules, dtype, accelerator.device) if plan.share_base else []
     settings = vllm_engine.VllmSettings(
         dtype=dtype,
         device=accelerator.device,
         seed=args.seed,
         max_num_seqs=args.per_device_train_batch_size * args.steps_per_generation,
         max_model_length=args.vllm_max_model_length,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        gpu_memory_utilization=_memory_share(args, shared, accelerator.device),
         enable_sleep_mode=args.vllm_enable_sleep_mode,
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
     )
-    engine = vllm_engine.VllmEngine(plan, config, partial(base_tensors, model), settings, processing_class)
+    weights = vllm_worker.InitialWeights(partial(base_tensors, model), shared)
+    engine = vllm_engine.VllmEngine(plan, config, weights, settings, processing_class)
     return engine, plan
 
 
@@ -103,6 +107,14 @@ def _serving_dtype(model: nn.Module, args: GRPOConfig) -> torch.dtype:
     if args.fp16:
         return torch.float16
     return base_model(model).dtype
+
+
+def _memory_share(args: GRPOConfig, shared: list[SharedTensor], device: torch.device) -> float:
+    """vLLM's share of the memory. What it shares counts as its own, so that the cache does not grow by it instead."""
+    if not shared or device.type != "cuda":
+        return args.vllm_gpu_memory_utilization
+    total = torch.cuda.get_device_properties(device).total_memory
+    return max(0.01, args.vllm_gpu_memory_utilization - num_bytes(shared) / total)
 
 
 def _check_machine(args: GRPOConfig, accelerator: Accelerator) -> None:

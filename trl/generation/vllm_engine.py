@@ -7,7 +7,7 @@ import inspect
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +15,21 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from ..weight_sync.select import DYNAMIC, SyncPlan
+from ..weight_sync.select import SyncPlan
 from ..weight_sync.verify import PolicyMismatchError
 from . import vllm_worker
-from .engine import PolicyUpdate, PushReport, Rollout, SamplingConfig, check_known
+from .engine import (
+    AdapterModule,
+    PolicyUpdate,
+    PushReport,
+    Rollout,
+    SamplingConfig,
+    adapter_bytes,
+    check_known,
+)
+from .merged_weights import PristineCopy, merge_error
 from .process_state import globals_kept, random_state_kept, vllm_process
-
-
-BaseTensors = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+from .rewrite import relative_error
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class VllmEngine:
     Args:
         plan ([`~trl.weight_sync.SyncPlan`]): How policies arrive.
         config (`PretrainedConfig`): The model's configuration.
-        base_tensors (callable): Returns an iterator over the base weights by checkpoint name; called at every build.
+        weights ([`~trl.generation.vllm_worker.InitialWeights`]): The base weights, read at every build.
         settings ([`VllmSettings`]): How to build it.
         tokenizer (*optional*): Saved beside the configuration for what vLLM needs a tokenizer for.
     """
@@ -67,7 +74,7 @@ class VllmEngine:
         self,
         plan: SyncPlan,
         config: PretrainedConfig,
-        base_tensors: BaseTensors,
+        weights: vllm_worker.InitialWeights,
         settings: VllmSettings,
         tokenizer: Any = None,
     ):
@@ -76,8 +83,13 @@ class VllmEngine:
         self.settings = settings
         self.policy_version: int | None = None
         self._config = config
-        self._base_tensors = base_tensors
+        self._weights = weights
         self._tokenizer = tokenizer
+        # Pristine weights, while what is served is these with the adapter in them.
+        self._merged: dict[str, torch.Tensor] | None = None
+        # The same where these are the trainer's own: what to put into them while a rollout is sampled, and a copy.
+        self._borrowed: dict[str, AdapterModule] | None = None
+        self._pristine: PristineCopy | None = None
         self._environment: dict[str, str] = {}
         self._llm: Any = None
         self._build()
@@ -99,7 +111,7 @@ class VllmEngine:
 
             if not _live_engines:
                 vllm_worker.note_process_state()
-            with vllm_worker.loading_from(self._base_tensors):
+            with vllm_worker.loading_from(self._weights):
                 self._llm = LLM(**_llm_arguments(folder, self.plan, self.settings))
         self.max_model_length: int = self._llm.model_config.max_model_len
         _live_engines.add(id(self))
@@ -113,7 +125,7 @@ class VllmEngine:
         """Shut vLLM down and release its memory. May be called twice."""
         if self._llm is None:
             return
-        self.policy_version = None
+        self.policy_version = self._merged = self._borrowed = None
         with self._running():
             llm, self._llm = self._llm, None
             vllm_worker.release(llm)
@@ -138,7 +150,7 @@ class VllmEngine:
         if self.settings.enable_sleep_mode and self._llm.llm_engine.is_sleeping():
             with self._running():
                 self._llm.wake_up()
-                if self.policy_version is not None and self.plan.strategy == DYNAMIC:
+                if self.policy_version is not None and self._serves_adapter:
                     self._llm.collective_rpc("trl_check_adapter")
 
     # -- policy -------------------------------------------------------------------------------------------------------
@@ -151,27 +163,76 @@ class VllmEngine:
             PolicyMismatchError: When the engine does not hold what was sent. Nothing is served until a push succeeds.
         """
         start = time.perf_counter()
-        num_bytes = 0
+        num_bytes, merge_error = 0, None
         with self._running():
             if update.tensors is not None:
                 self.policy_version = None
                 num_bytes += sum(self._llm.collective_rpc("trl_load_tensors", args=(update.tensors(),)))
                 self._llm.reset_prefix_cache()
-            if update.adapter:
+            if update.base is not None:
+                moved, merge_error = self._merge_adapter(update)
+                num_bytes += moved
+            elif update.adapter:
                 num_bytes += self._push_adapter(update)
         self.policy_version = update.version
-        return PushReport(update.version, num_bytes, time.perf_counter() - start)
+        return PushReport(update.version, num_bytes, time.perf_counter() - start, merge_error)
 
     def _push_adapter(self, update: PolicyUpdate) -> int:
         try:
-            return sum(self._llm.collective_rpc("trl_push_adapter", args=(update.adapter,)))
+            num_bytes = sum(self._llm.collective_rpc("trl_push_adapter", args=(update.adapter,)))
         except PolicyMismatchError:
             self.policy_version = None
             raise
+        if self._merged is not None:
+            self.policy_version = None
+            if self._borrowed is None:
+                self._llm.collective_rpc("trl_unmerge_adapter", args=(self._merged,))
+            self._merged = self._borrowed = None
+        return num_bytes
+
+    def _merge_adapter(self, update: PolicyUpdate) -> tuple[int, float]:
+        self._llm.collective_rpc("trl_check_finite", args=(update.adapter,))
+        self.policy_version = None
+        self._merged = update.base
+        if self.plan.share_base:
+            error = self._borrow(update)
+        else:
+            sums = self._llm.collective_rpc("trl_merge_adapter", args=(update.adapter, update.base))
+            error = relative_error(torch.tensor(sums))
+        self._llm.reset_prefix_cache()  # which tells adapters apart, not weights
+        return adapter_bytes(update.adapter), error
+
+    def _borrow(self, update: PolicyUpdate) -> float:
+        """Get ready to put the adapter into weights that are the trainer's too. Returns the error of doing so."""
+        if self._pristine is None:
+            self._pristine = PristineCopy(update.base)
+        self._borrowed = {
+            name: AdapterModule(module.lora_a.clone(), module.lora_b.clone(), module.scaling)
+            for name, module in update.adapter.items()
+        }
+        return merge_error(update.adapter, update.base, self.settings.dtype)
+
+    @contextmanager
+    def _weights_borrowed(self) -> Iterator[None]:
+        """While a rollout is sampled, the adapter is in the trainer's weights. Nobody else ever sees it there."""
+        if self._borrowed is None:
+            yield
+            return
+        self._pristine.check(self._merged)
+        try:
+            self._llm.collective_rpc("trl_merge_adapter", args=(self._borrowed, self._merged))
+            yield
+        finally:
+            self._llm.collective_rpc("trl_unmerge_adapter", args=(self._pristine.tensors,))
+
+    @property
+    def _serves_adapter(self) -> bool:
+        """Whether requests are served by the base weights and the adapter in its slot."""
+        return self.plan.has_lora_slots and self._merged is None
 
     def _adapter_request(self) -> Any:
         """What a request names to be served with the adapter. A name per version keeps the prefix cache apart."""
-        if self.plan.strategy != DYNAMIC:
+        if not self._serves_adapter:
             return None
         from vllm.lora.request import LoRARequest
 
@@ -186,7 +247,7 @@ class VllmEngine:
                 "The engine serves no policy: none was pushed since it was built, or the last push failed half way. "
                 "Push one first (`trainer.weight_sync.push(trainer.rollout_engine)`)."
             )
-        if self.plan.strategy == DYNAMIC and not all(self._llm.collective_rpc("trl_adapter_present")):
+        if self._serves_adapter and not all(self._llm.collective_rpc("trl_adapter_present")):
             self.policy_version = None
             raise PolicyMismatchError(
                 "vLLM has dropped the adapter, so it would answer with the base model. Push the policy again."
@@ -216,7 +277,7 @@ class VllmEngine:
             PolicyMismatchError: When the engine does not serve the policy that was pushed last.
         """
         self._check_prompts(prompt_token_ids)
-        with self._running(), random_state_kept(self.settings.device, seed):
+        with self._running(), random_state_kept(self.settings.device, seed), self._weights_borrowed():
             self._check_policy()
             prompts = [{"prompt_token_ids": list(token_ids)} for token_ids in prompt_token_ids]
             parameters = _sampling_parameters(sampling)
@@ -272,7 +333,7 @@ def _llm_arguments(folder: str, plan: SyncPlan, settings: VllmSettings) -> dict[
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
     }
-    if plan.strategy == DYNAMIC:
+    if plan.has_lora_slots:
         arguments |= {
             "enable_lora": True,
             "max_loras": 1,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,10 @@ import torch._dynamo
 from packaging.version import Version
 
 from ..weight_sync.adapter import fold_scaling
+from ..weight_sync.share import SharedTensor
 from ..weight_sync.verify import PolicyMismatchError
 from .engine import AdapterModule
+from .merged_weights import MergedWeights
 
 
 if TYPE_CHECKING:
@@ -181,19 +183,33 @@ def release_process_state() -> None:
 # Base weights from the trainer instead of from disk
 # --------------------------------------------------------------------------------------------------------------------
 
-_initial_tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]] | None = None
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """What an engine is built with.
+
+    Attributes:
+        tensors (callable): Returns an iterator over all base weights by checkpoint name.
+        shared (`Sequence[SharedTensor]`): Memory that holds them already and may be used instead of a copy.
+    """
+
+    tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    shared: Sequence[SharedTensor] = ()
+
+
+_initial_weights: InitialWeights | None = None
 
 
 @contextmanager
-def loading_from(tensors: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Iterator[None]:
-    """Engines built in this context with `load_format=LOAD_FORMAT` take their weights from `tensors()`."""
-    global _initial_tensors
+def loading_from(weights: InitialWeights) -> Iterator[None]:
+    """Engines built in this context with `load_format=LOAD_FORMAT` take these weights."""
+    global _initial_weights
     _register_loader()
-    _initial_tensors = tensors
+    _initial_weights = weights
     try:
         yield
     finally:
-        _initial_tensors = None
+        _initial_weights = None
 
 
 def _register_loader() -> None:
@@ -207,9 +223,25 @@ def _register_loader() -> None:
             pass
 
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
-            model.load_weights(_initial_tensors())
+            model.load_weights(_initial_weights.tensors())
+            # Before anything remembers an address: weights are processed and graphs are captured later.
+            for parameter, tensor in _shareable(model, _initial_weights.shared):
+                parameter.data = tensor
 
     register_model_loader(LOAD_FORMAT)(TrainerWeightsLoader)
+
+
+def _shareable(model: nn.Module, shared: Iterable[SharedTensor]) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Parameters of the engine that hold just what one of the tensors holds."""
+    parameters = {_plain_name(name): parameter for name, parameter in model.named_parameters()}
+    fused = {part: name for name, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    for names, tensor in shared:
+        module, _, key = names[0].rpartition(".")
+        parent, _, last = _engine_name(model, module).rpartition(".")
+        last = fused.get(last, last)
+        parameter = parameters.get(f"{parent}.{last}.{key}" if parent else f"{last}.{key}")
+        if parameter is not None and parameter.shape == tensor.shape and torch.equal(parameter, tensor):
+            yield parameter, tensor
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -282,7 +314,7 @@ class AdapterSlot:
         rank = model_runner.lora_config.max_lora_rank
         weights = {}
         for name, lora_a, lora_b in zip(adapter, self.staged_a, self.staged_b, strict=True):
-            engine_name = _engine_name(manager, name)
+            engine_name = _engine_name(manager.model, name)
             weights[engine_name] = LoRALayerWeights(engine_name, rank, rank, lora_a, lora_b, scaling=1.0)
         manager.remove_all_adapters()
         manager.add_adapter(LoRAModel(ADAPTER_ID, rank, weights))
@@ -299,22 +331,20 @@ class AdapterSlot:
         torch._foreach_copy_(self.input_b, fold_scaling(adapter))
         # A sum is finite only if every term is, and takes no mask as large as the adapter.
         if not torch.isfinite(self.flat.sum(dtype=torch.float32)):
-            self._raise_for_broken(adapter)
+            _check_finite(adapter, zip(self.staged_a, self.staged_b, strict=True))
         return self.flat.numel() * self.flat.element_size()
-
-    def _raise_for_broken(self, adapter: dict[str, AdapterModule]) -> None:
-        staged = zip(adapter, self.staged_a, self.staged_b, strict=True)
-        broken = [name for name, a, b in staged if not (torch.isfinite(a).all() and torch.isfinite(b).all())]
-        if broken:
-            raise ValueError(
-                f"The adapter holds NaN or infinity in {len(broken)} modules ({', '.join(broken[:3])}, ...). It was "
-                "not sent; the engine keeps serving the policy before it."
-            )
 
     @torch.no_grad()
     def switch(self) -> None:
         """Serve what is staged."""
         torch._foreach_copy_(self.held, self.sent)
+
+    def clear(self) -> None:
+        """Serve an adapter that does nothing, even to a request that names none.
+
+        On the CPU vLLM 0.32 adds the last adapter of a `lm_head` to those too: it takes -1, for none, as an index.
+        """
+        torch._foreach_zero_(self.held)
 
     @torch.no_grad()
     def differing(self) -> list[str]:
@@ -329,6 +359,16 @@ class AdapterSlot:
         return [name for name, held, sent in pairs if not torch.equal(held, sent)]
 
 
+def _check_finite(names: Iterable[str], factors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    pairs = zip(names, factors, strict=True)
+    broken = [name for name, (a, b) in pairs if not (torch.isfinite(a).all() and torch.isfinite(b).all())]
+    if broken:
+        raise ValueError(
+            f"The adapter holds NaN or infinity in {len(broken)} modules ({', '.join(broken[:3])}, ...). It was not "
+            "sent; the engine keeps serving the policy before it."
+        )
+
+
 def _matrices(flat: torch.Tensor, sizes: list[int], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Views of a flat buffer as every `A [rank, in]` and `B [out, rank]`, which follow each other in it."""
     chunks = flat.split(sizes)
@@ -339,9 +379,9 @@ def _shapes(adapter: dict[str, AdapterModule]) -> dict[str, tuple[torch.Size, to
     return {name: (module.lora_a.shape, module.lora_b.shape) for name, module in adapter.items()}
 
 
-def _engine_name(manager: Any, name: str) -> str:
+def _engine_name(model: Any, name: str) -> str:
     """Name of a checkpoint's module in the engine (they differ in some multimodal models)."""
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         return name
     if hasattr(mapper, "get_rename_mapper"):  # vLLM 0.31 on: the mapper also stacks, which is not a change of name
@@ -358,7 +398,7 @@ def _find_places(manager: Any, adapter: dict[str, AdapterModule]) -> dict[str, t
     }
     places, homeless = {}, []
     for name in adapter:
-        engine_name = _engine_name(manager, name)
+        engine_name = _engine_name(manager.model, name)
         if engine_name in manager.modules:
             places[name] = (manager.modules[engine_name], None)
         elif engine_name in parts:
@@ -371,6 +411,78 @@ def _find_places(manager: Any, adapter: dict[str, AdapterModule]) -> dict[str, t
             "...): it would sample without them. Set vllm_enable_lora=False to send merged weights instead."
         )
     return places
+
+
+class LayerWeight:
+    """The weight of one of vLLM's linear or embedding layers; see [`~trl.generation.merged_weights.EngineWeight`].
+
+    On a GPU the layer computes with its parameter. On the CPU it computes with a packed copy, made by a method of the
+    layer, and a linear layer drops the parameter.
+    """
+
+    def __init__(self, layer: Any, modules: tuple[str, ...]):
+        self.layer = layer
+        self.modules = modules
+        self.dtype: torch.dtype = layer.weight.dtype
+        self.is_packed = layer.weight.device.type == "cpu"
+
+    def begin(self, shape: tuple[int, int]) -> torch.Tensor:
+        weight = self.layer.weight
+        return weight.data if weight.numel() else torch.empty(shape, dtype=weight.dtype, device=weight.device)
+
+    def finish(self, weight: torch.Tensor) -> None:
+        if not self.is_packed:
+            return
+        if self.layer.weight.numel() == 0:
+            self.layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.layer.quant_method.process_weights_after_loading(self.layer)
+        if not self._computes_with(weight):
+            raise PolicyMismatchError(f"vLLM does not compute with the weights written for {self.modules[0]!r}.")
+
+    def holds(self, weight: torch.Tensor) -> bool:
+        held = self.layer.weight
+        if held.numel() == 0:
+            return self._computes_with(weight)
+        # An embedding is padded to a multiple of 64 rows.
+        return held.shape[1] == weight.shape[1] and torch.equal(held[: len(weight)], weight)
+
+    def _computes_with(self, weight: torch.Tensor) -> bool:
+        probe = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).unsqueeze(0)
+        product = self.layer.quant_method.apply(self.layer, probe)
+        expected = torch.nn.functional.linear(probe, weight)
+        tolerance = 16 * torch.finfo(weight.dtype).eps
+        return product.shape == expected.shape and bool((product - expected).norm() <= tolerance * expected.norm())
+
+
+def _layer_weights(model: Any, names: Iterable[str]) -> list[LayerWeight]:
+    """The weights of the engine that hold the named modules of the checkpoint, each with all modules that share it.
+
+    Raises:
+        PolicyMismatchError: When there is none for a module.
+    """
+    layers = {
+        name.removesuffix(".base_layer"): layer  # under a LoRA wrapper
+        for name, layer in model.named_modules()
+        if "weight" in layer._parameters
+    }
+    fused = {part: name for name, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    found: dict[str, LayerWeight] = {}
+    homeless = []
+    for name in names:
+        parent, _, last = _engine_name(model, name).rpartition(".")
+        engine_name = f"{parent}.{fused.get(last, last)}" if parent else last
+        if engine_name in layers:
+            parts = model.packed_modules_mapping[fused[last]] if last in fused else (last,)
+            prefix = name.removesuffix(last)
+            found[engine_name] = LayerWeight(layers[engine_name], tuple(f"{prefix}{part}" for part in parts))
+        else:
+            homeless.append(name)
+    if homeless:
+        raise PolicyMismatchError(
+            f"The engine has no weights of its own for {len(homeless)} modules of the adapter "
+            f"({', '.join(homeless[:3])}, ...), so it cannot put the adapter into them. Set vllm_lora_mode='dynamic'."
+        )
+    return list(found.values())
 
 
 def _buffer_dtype(manager: Any) -> torch.dtype:
@@ -437,6 +549,43 @@ class WorkerExtension:
         """Whether the adapter is registered and in its slot, so that requests that name it are served with it."""
         manager = _adapter_manager(self.model_runner)
         return ADAPTER_ID in manager.list_adapters() and manager.lora_index_to_id[SLOT] == ADAPTER_ID
+
+    def trl_check_finite(self, adapter: dict[str, AdapterModule]) -> None:
+        """Raise `ValueError` when the adapter holds NaN or infinity."""
+        factors = [factor for module in adapter.values() for factor in (module.lora_a, module.lora_b)]
+        if not torch.stack(torch._foreach_norm(factors, ord=float("inf"))).isfinite().all():
+            _check_finite(adapter, ((module.lora_a, module.lora_b) for module in adapter.values()))
+
+    def trl_shared_bytes(self, shared: Sequence[SharedTensor]) -> int:
+        """How much of this memory the engine computes with."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for parameter, tensor in _shareable(self.model_runner.get_model(), shared)
+            if parameter.data_ptr() == tensor.data_ptr()
+        )
+
+    def trl_merge_adapter(self, adapter: dict[str, AdapterModule], base: dict[str, torch.Tensor]) -> list[float]:
+        """Rewrite the weights as `base` with the adapter in them.
+
+        Returns:
+            `list[float]`: The sums of [`~trl.generation.rewrite.relative_error`].
+
+        Raises:
+            PolicyMismatchError: When the engine does not compute with what was written.
+        """
+        slot: AdapterSlot | None = getattr(self, "_trl_slot", None)
+        if slot is not None:
+            slot.clear()
+        merged: MergedWeights | None = getattr(self, "_trl_merged", None)
+        if merged is None:
+            merged = MergedWeights(_layer_weights(self.model_runner.get_model(), adapter), base)
+            self._trl_merged = merged
+        return merged.write(adapter, base).tolist()
+
+    def trl_unmerge_adapter(self, base: dict[str, torch.Tensor]) -> None:
+        """Write pristine weights over those that hold the adapter."""
+        if getattr(self, "_trl_merged", None) is not None:
+            self._trl_merged.write({}, base)
 
     def trl_load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         """Replace full tensors, by checkpoint name, in place. Returns their bytes.

@@ -28,7 +28,7 @@ from transformers import (
     set_seed,
 )
 
-from ..generation import SamplingConfig, create_rollout_engine
+from ..generation import PushReport, SamplingConfig, create_rollout_engine
 from ..rewards.evaluate import RewardEvaluator, RewardFunc
 from ..weight_sync import WeightSync
 from . import memory
@@ -325,10 +325,13 @@ class GRPOTrainer(Trainer):
         prompt_ids = tokenize_prompts(prompts, self.processing_class, self.args.chat_template_kwargs)
         self.rollout_engine.wake()
         report = self.weight_sync.push(self.rollout_engine)
+        start = time.perf_counter()
         rollout = self.rollout_engine.generate(prompt_ids, self.sampling, seed)
+        seconds = time.perf_counter() - start
         self.rollout_engine.sleep()
-        if report is not None and self.sync_plan is not None:
-            self._metrics[self._mode].add({"sync/push_time": report.seconds, "sync/bytes": report.num_bytes})
+        num_tokens = sum(len(token_ids) for token_ids in rollout.completion_ids)
+        self.weight_sync.rolled_out(seconds, num_tokens, len(prompts))
+        self._record_rollout(report, num_tokens / seconds)
         asked, completions = decode_completions(prompts, rollout.completion_ids, self.processing_class)
         ends = {*self.sampling.stop_token_ids, self.processing_class.pad_token_id}
         truncated = [not token_ids or token_ids[-1] not in ends for token_ids in rollout.completion_ids]
@@ -434,6 +437,16 @@ class GRPOTrainer(Trainer):
         return 0
 
     # -- metrics ------------------------------------------------------------------------------------------------------
+
+    def _record_rollout(self, report: PushReport | None, tokens_per_second: float) -> None:
+        metrics = {"rollout/tokens_per_second": tokens_per_second}
+        if report is not None and self.sync_plan is not None:
+            metrics |= {"sync/push_time": report.seconds, "sync/bytes": report.num_bytes}
+            if self.sync_plan.sends_adapter:
+                metrics["sync/mode"] = float(report.merge_error is not None)
+            if report.merge_error is not None:
+                metrics["sync/merge_error"] = report.merge_error
+        self._metrics[self._mode].add(metrics)
 
     def _record(self, mode: str, rewards_per_func: Tensor, rewards: Tensor, std: Tensor, lengths: Tensor) -> None:
         prompt_lengths, completion_lengths, truncated = lengths.unbind(dim=1)

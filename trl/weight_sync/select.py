@@ -33,7 +33,10 @@ from .adapter import (
 
 
 DYNAMIC = "dynamic"
+MERGED = "merged"
+AUTO = "auto"
 FULL = "full"
+LORA_MODES = (DYNAMIC, MERGED, AUTO)
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,18 @@ class SyncPlan:
     """How the policy reaches the engine.
 
     Attributes:
-        strategy (`str`): `"dynamic"` (the adapter in vLLM's LoRA slots) or `"full"` (merged tensors).
-        reasons (`tuple[str, ...]`): Why it is not dynamic; empty when it is.
-        adapter (`str` or `None`): Name of the PEFT adapter served dynamically.
+        strategy (`str`): `"dynamic"` (the adapter in vLLM's LoRA slots), `"merged"` (the engine puts the adapter into
+            its weights), `"auto"` (now the one, now the other), or `"full"` (merged tensors are sent).
+        reasons (`tuple[str, ...]`): Why it is not what was asked for, or not dynamic; empty when it is.
+        adapter (`str` or `None`): Name of the PEFT adapter that is sent.
         max_lora_rank (`int` or `None`): Rank of the engine's LoRA buffers.
         target_modules (`tuple[str, ...]`): Last names of the modules that get LoRA buffers.
         untie_embeddings (`bool`): Whether the engine must keep `lm_head` apart from `embed_tokens`, because the
             policy's differ although the base model ties them.
         fused_modules (`tuple[tuple[str, ...], ...]`): See [`EngineCapabilities`].
+        dtype (`torch.dtype`): What the engine computes in.
+        share_base (`bool`): Whether the engine uses the trainer's base weights in place of a copy.
+        share_reasons (`tuple[str, ...]`): Why it does not although it was asked to.
     """
 
     strategy: str
@@ -80,6 +87,19 @@ class SyncPlan:
     target_modules: tuple[str, ...] = ()
     untie_embeddings: bool = False
     fused_modules: tuple[tuple[str, ...], ...] = ()
+    dtype: torch.dtype = torch.float32
+    share_base: bool = False
+    share_reasons: tuple[str, ...] = ()
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether the adapter is sent, not tensors that it was merged into."""
+        return self.strategy != FULL
+
+    @property
+    def has_lora_slots(self) -> bool:
+        """Whether the engine can apply an adapter while it computes."""
+        return self.strategy in (DYNAMIC, AUTO)
 
 
 @dataclass(frozen=True)
@@ -163,6 +183,26 @@ def _layers_servable(candidate: _Candidate) -> Iterator[str]:
             yield reason
 
 
+def _layers_mergeable(candidate: _Candidate) -> Iterator[str]:
+    seen = set()
+    for name, layer in candidate.layers.items():
+        last, base = name.rpartition(".")[2], layer.get_base_layer()
+        weight = getattr(base, "weight", None)
+        if isinstance(layer, lora.layer.ParamWrapper) and (layer.num_experts != 1 or layer.parameter_name != "weight"):
+            reason = (
+                f"target_parameters adapts {last}.{layer.parameter_name}, which is not the matrix of a linear layer"
+            )
+        elif is_bitsandbytes(weight):
+            reason = f"{last} is quantised, and its weight would have to be quantised again"
+        elif not _is_matrix(weight):
+            reason = f"{last} is a {type(base).__name__}, vLLM's weights of linear and embedding layers are rewritten"
+        else:
+            continue
+        if reason not in seen:
+            seen.add(reason)
+            yield reason
+
+
 def _is_matrix(weight: torch.Tensor | None) -> bool:
     # bitsandbytes keeps a 4-bit matrix packed in a column.
     return weight is not None and (weight.dim() == 2 or is_bitsandbytes(weight))
@@ -190,17 +230,19 @@ def _no_other_trained_weights(candidate: _Candidate) -> Iterator[str]:
         yield f"{len(trained)} parameters of the base model are trained too ({trained[0]}, ...)"
 
 
-_CHECKS: tuple[Callable[[_Candidate], Iterator[str]], ...] = (
+_Check = Callable[[_Candidate], Iterator[str]]
+
+_CHECKS_FOR_ANY_ADAPTER: tuple[_Check, ...] = (
     _one_active_adapter,
-    _engine_serves_lora,
-    _engine_computes_lora,
-    _rank_fits,
     _no_bias,
     _no_variant,
-    _layers_servable,
     _full_tensors_apart,
     _no_other_trained_weights,
 )
+_CHECKS: dict[str, tuple[_Check, ...]] = {
+    DYNAMIC: (*_CHECKS_FOR_ANY_ADAPTER, _engine_serves_lora, _engine_computes_lora, _rank_fits, _layers_servable),
+    MERGED: (*_CHECKS_FOR_ANY_ADAPTER, _layers_mergeable),
+}
 
 
 def fused_siblings(name: str, fused_modules: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -210,8 +252,14 @@ def fused_siblings(name: str, fused_modules: tuple[tuple[str, ...], ...]) -> lis
     return [f"{parent}.{sibling}" if parent else sibling for sibling in group]
 
 
-def unservable_reasons(model: nn.Module, capabilities: EngineCapabilities) -> list[str]:
-    """Every reason why vLLM cannot serve the model's adapter as it is; `[]` when it can."""
+def unservable_reasons(model: nn.Module, capabilities: EngineCapabilities, strategy: str = DYNAMIC) -> list[str]:
+    """Every reason why vLLM cannot be sent the model's adapter as it is, to serve it in one way; `[]` when it can.
+
+    Args:
+        model (`nn.Module`): The policy.
+        capabilities ([`EngineCapabilities`]): What vLLM can do with it.
+        strategy (`str`, defaults to `"dynamic"`): `"dynamic"` or `"merged"`.
+    """
     if not hasattr(model, "peft_config"):
         return ["the model has no adapter"]
     names = active_adapters(model)
@@ -220,7 +268,31 @@ def unservable_reasons(model: nn.Module, capabilities: EngineCapabilities) -> li
     reasons = list(_is_lora(candidate))
     if reasons:
         return reasons
-    return [reason for check in _CHECKS for reason in check(candidate)]
+    return [reason for check in _CHECKS[strategy] for reason in check(candidate)]
+
+
+def unshareable_reasons(model: nn.Module, strategy: str, capabilities: EngineCapabilities) -> Iterator[str]:
+    """Every reason why an engine cannot use the trainer's base weights in place of a copy."""
+    if strategy == FULL:
+        yield "full weights are sent, which would be written over the trainer's"
+    parameters = [
+        parameter
+        for _, wrapper, module in policy_modules(base_model(model))
+        for parameter in module.parameters(recurse=False)
+        if not isinstance(wrapper, AuxiliaryTrainingWrapper)
+    ]
+    if any(isinstance(wrapper, AuxiliaryTrainingWrapper) for _, wrapper, _ in policy_modules(base_model(model))):
+        yield "some modules are trained in full and are sent beside the adapter"
+    if any(is_bitsandbytes(parameter) for parameter in parameters):
+        yield "the base is quantised, and vLLM computes with dequantised weights"
+        return
+    largest = max(parameters, key=lambda parameter: parameter.numel())
+    if largest.dtype != capabilities.dtype:
+        held, served = (str(dtype).removeprefix("torch.") for dtype in (largest.dtype, capabilities.dtype))
+        yield f"the trainer holds its weights in {held}, vLLM computes in {served} (load the model in {served})"
+    devices = {parameter.device.type for parameter in parameters}
+    if len(devices) > 1 or "meta" in devices:
+        yield f"the base is spread over devices ({', '.join(sorted(devices))})"
 
 
 def _check_can_be_pushed(model: nn.Module) -> None:
@@ -299,7 +371,8 @@ def select_sync(model: nn.Module, config: Any, capabilities: EngineCapabilities)
 
     Args:
         model (`PreTrainedModel` or `PeftModel`): The policy.
-        config ([`GRPOConfig`]): `vllm_enable_lora` and `max_lora_rank` are read.
+        config ([`GRPOConfig`]): `vllm_enable_lora`, `vllm_lora_mode`, `max_lora_rank` and `vllm_share_base` are
+            read.
         capabilities ([`EngineCapabilities`]): What vLLM can do with this architecture.
 
     Returns:
@@ -310,38 +383,65 @@ def select_sync(model: nn.Module, config: Any, capabilities: EngineCapabilities)
             `max_lora_rank` below the adapter's rank, and for policies that cannot be put into vLLM at all.
     """
     _check_can_be_pushed(model)
-    reasons = unservable_reasons(model, capabilities)
-    shared = {"fused_modules": capabilities.fused_modules, "untie_embeddings": _needs_untied_embeddings(model)}
-
-    if config.vllm_enable_lora is False:
-        reasons = ["vllm_enable_lora=False"]
-    if reasons and config.vllm_enable_lora:
+    mode = config.vllm_lora_mode or DYNAMIC
+    if config.vllm_enable_lora is False and mode != MERGED:
+        strategy, reasons = FULL, ("vllm_enable_lora=False",)
+    else:
+        against = {each: tuple(unservable_reasons(model, capabilities, each)) for each in (DYNAMIC, MERGED)}
+        strategy, reasons = _choose(mode, against)
+    if config.vllm_enable_lora and strategy == FULL:
         listed = "".join(f"\n- {reason}" for reason in reasons)
         raise ValueError(
             f"vllm_enable_lora=True, but vLLM cannot serve this adapter as it is:{listed}\nChange the adapter, or "
             "leave vllm_enable_lora unset to send merged weights instead."
         )
-    if reasons:
-        _check_can_be_merged(model, tuple(reasons))
-        return SyncPlan(FULL, tuple(reasons), **shared)
+    shared = {
+        "untie_embeddings": _needs_untied_embeddings(model),
+        "fused_modules": capabilities.fused_modules,
+        "dtype": capabilities.dtype,
+    }
+    if config.vllm_share_base:
+        shared["share_reasons"] = tuple(unshareable_reasons(model, strategy, capabilities))
+        shared["share_base"] = not shared["share_reasons"]
+    if strategy == FULL:
+        _check_can_be_merged(model, reasons)
+        return SyncPlan(FULL, reasons, **shared)
 
     adapter = active_adapters(model)[0]
-    layers = lora_layers(model, adapter)
-    targets = sorted({name.rpartition(".")[2] for name in layers})
-    rank = _buffer_rank(model, config.max_lora_rank, adapter)
-    return SyncPlan(DYNAMIC, (), adapter, rank, tuple(targets), **shared)
+    targets = tuple(sorted({name.rpartition(".")[2] for name in lora_layers(model, adapter)}))
+    rank = None if strategy == MERGED else _buffer_rank(model, config.max_lora_rank, adapter)
+    return SyncPlan(strategy, reasons, adapter, rank, targets, **shared)
+
+
+def _choose(mode: str, against: dict[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+    """The strategy for a mode, and what speaks against the mode itself."""
+    if mode != AUTO:
+        return (FULL if against[mode] else mode), against[mode]
+    possible = [strategy for strategy, reasons in against.items() if not reasons]
+    reasons = tuple(dict.fromkeys((*against[DYNAMIC], *against[MERGED])))
+    return (AUTO if len(possible) == 2 else possible[0] if possible else FULL), reasons
 
 
 def announce(plan: SyncPlan, has_adapter: bool, logger: Any) -> None:
     """Say once how the policy reaches the engine: at INFO, or as a warning where an adapter has to be merged."""
-    if plan.strategy == DYNAMIC:
-        logger.info(f"vLLM serves the adapter {plan.adapter!r} itself (LoRA buffers of rank {plan.max_lora_rank}).")
-    elif has_adapter and plan.reasons != ("vllm_enable_lora=False",):
+    because = "; ".join(plan.reasons)
+    if plan.strategy == FULL and has_adapter and plan.reasons != ("vllm_enable_lora=False",):
         warnings.warn(
-            f"The adapter cannot be served by vLLM as it is, so merged weights are sent: {'; '.join(plan.reasons)}. "
-            "Set "
+            f"The adapter cannot be served by vLLM as it is, so merged weights are sent: {because}. Set "
             "vllm_enable_lora=False to choose this and silence the warning.",
             stacklevel=3,
         )
-    else:
-        logger.info(f"vLLM is sent full weights ({'; '.join(plan.reasons)}).")
+        return
+    described = {
+        DYNAMIC: f"vLLM serves the adapter {plan.adapter!r} itself (LoRA buffers of rank {plan.max_lora_rank})",
+        MERGED: f"vLLM puts the adapter {plan.adapter!r} into its own weights",
+        AUTO: f"vLLM serves the adapter {plan.adapter!r} itself or puts it into its weights, whatever is faster",
+        FULL: "vLLM is sent full weights",
+    }[plan.strategy]
+    logger.info(f"{described}{f' ({because})' if because else ''}.")
+
+
+def announce_sharing(plan: SyncPlan, logger: Any) -> None:
+    """Say once why the base weights are held twice although they were to be shared."""
+    if plan.share_reasons:
+        logger.warning(f"vllm_share_base=True has no effect: {'; '.join(plan.share_reasons)}.")

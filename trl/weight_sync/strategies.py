@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from ..generation.engine import PolicyUpdate, PushReport, RolloutEngine
+from ..generation.merged_weights import merge_error
 from .adapter import active_adapters, base_model, canonical_adapter, is_bitsandbytes, lora_layers, policy_modules
-from .select import DYNAMIC, SyncPlan, fused_siblings
+from .mode import ModeChooser
+from .select import AUTO, MERGED, SyncPlan, fused_siblings
 
 
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -117,6 +120,15 @@ def _is_changed(wrapper: nn.Module | None, module: nn.Module) -> bool:
     return wrapper is not None or any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
+def _bases(
+    model: nn.Module, layers: dict[str, LoraLayer], fused_modules: tuple[tuple[str, ...], ...]
+) -> dict[str, nn.Module]:
+    """The modules under the adapter, and those that share one of vLLM's tensors with them."""
+    modules = {name: module for name, _, module in policy_modules(base_model(model))}
+    names = dict.fromkeys(sibling for name in layers for sibling in fused_siblings(name, fused_modules))
+    return {name: modules[name] for name in names if name in modules}
+
+
 class WeightSync:
     """Keeps an engine on the trainer's policy.
 
@@ -136,9 +148,12 @@ class WeightSync:
         self.recreate_every = recreate_every
         self._version = 0
         self._updates_since_build = 0
+        self._push_seconds = 0.0
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._seen = self._fingerprint()
-        self._layers = lora_layers(model, plan.adapter) if plan is not None and plan.strategy == DYNAMIC else {}
+        self._layers = lora_layers(model, plan.adapter) if plan is not None and plan.sends_adapter else {}
+        self._bases = _bases(model, self._layers, plan.fused_modules) if self._layers else {}
+        self.chooser = ModeChooser() if plan is not None and plan.strategy == AUTO else None
         self._has_auxiliary = any(isinstance(module, AuxiliaryTrainingWrapper) for module in model.modules())
 
     def _fingerprint(self) -> list[tuple[int, int]]:
@@ -168,14 +183,19 @@ class WeightSync:
         version = self.version
         if self.plan is None:
             return PolicyUpdate(version)
-        if self.plan.strategy != DYNAMIC or self._has_auxiliary:
+        if not self.plan.sends_adapter or self._has_auxiliary:
             self._check_finite()
-        if self.plan.strategy != DYNAMIC:
-            return PolicyUpdate(version, {}, partial(policy_tensors, self.model, _is_changed, self.plan.fused_modules))
+        if not self.plan.sends_adapter:
+            changed = partial(policy_tensors, self.model, _is_changed, self.plan.fused_modules)
+            return PolicyUpdate(version, tensors=changed)
         self._check_adapter()
         adapter = canonical_adapter(self._layers, self.plan.adapter)
+        base = {name: module.weight.detach() for name, module in self._bases.items()}
+        merge = self.plan.strategy == MERGED
+        if self.chooser is not None:
+            merge = self.chooser.choose(merge_error(adapter, base, self.plan.dtype)) == MERGED
         beside = partial(policy_tensors, self.model, _is_auxiliary, self.plan.fused_modules)
-        return PolicyUpdate(version, adapter, beside if self._has_auxiliary else None)
+        return PolicyUpdate(version, adapter, base if merge else None, beside if self._has_auxiliary else None)
 
     def _check_adapter(self) -> None:
         active = active_adapters(self.model)
@@ -219,4 +239,10 @@ class WeightSync:
             self._updates_since_build = 0
         report = engine.push(self.export())
         self._updates_since_build += 1
+        self._push_seconds = report.seconds
         return report
+
+    def rolled_out(self, seconds: float, num_tokens: int, num_completions: int) -> None:
+        """Take note of what a rollout took, for `vllm_lora_mode="auto"` to choose by."""
+        if self.chooser is not None:
+            self.chooser.record(self._push_seconds, seconds, num_tokens, num_completions)
