@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 import weakref
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -13,7 +14,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import GenerationConfig
+from transformers import GenerationConfig, TrainingArguments
 
 from tests.testing_utils import make_model, make_tokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -628,11 +629,18 @@ def adapted_model():
         ({"reward_weights": [1.0, 2.0]}, ValueError, "reward_weights has 2 elements for 1"),
         ({"model_init_kwargs": {"revision": "main"}}, ValueError, "model is loaded already"),
         ({"processing_class": None}, ValueError, "give processing_class"),
+        ({"peft_config": {"r": 8}}, TypeError, "peft_config is a dict: give a PeftConfig"),
+        ({"train_dataset": prompts(7).add_item({"prompt": 600 * "x"})}, ValueError, "Row 7 of train_.*600 tokens"),
     ],
 )
 def test_bad_arguments_are_refused(start, arguments, error, words):
     with pytest.raises(error, match=words):
         start(**arguments)
+
+
+def test_options_have_to_be_of_grpo(tmp_path):
+    with pytest.raises(TypeError, match="args is a TrainingArguments: give a GRPOConfig"):
+        GRPOTrainer(make_model(), low_tokens, TrainingArguments(str(tmp_path)), prompts())
 
 
 def test_peft_model_with_peft_config_is_refused(start):
@@ -807,6 +815,17 @@ def test_engine_samples_what_it_is_asked_for_and_leaves_everything_as_it_was():
 def test_engine_refuses_prompts_that_do_not_fit(prompt):
     with pytest.raises(ValueError, match=f"Prompt 1 has {len(prompt)} tokens.*512"):
         start_engine(make_model()).generate([[5], prompt], GREEDY)
+
+
+def test_engine_stops_at_strings(tokenizer):
+    letters = tokenizer("abcdefghijklmnopqrstuvwxyz")["input_ids"]
+    only_letters = {"suppress_tokens": [token for token in range(260) if token not in letters]}
+    engine = TransformersEngine(make_model(), 0, tokenizer)
+    engine.push(PolicyUpdate(version=0))
+    (whole,) = engine.generate([[5, 6, 7]], replace(GREEDY, extra=only_letters)).completion_ids
+    stop = {"stop_strings": [tokenizer.decode(whole[2:3])]}
+    (stopped,) = engine.generate([[5, 6, 7]], replace(GREEDY, extra=only_letters | stop)).completion_ids
+    assert stopped == whole[: whole.index(whole[2]) + 1]
 
 
 def test_closed_engine_says_so():

@@ -97,7 +97,7 @@ def test_unservable_adapter(name):
 def test_no_adapter():
     model = make_model()
     assert select_sync(model, config(), LLAMA).reasons == ("the model has no adapter",)
-    with pytest.raises(ValueError, match="the model has no adapter"):
+    with pytest.raises(ValueError, match=r"the model has no adapter that vLLM could serve\. Give peft_config"):
         select_sync(model, config(True), LLAMA)
 
 

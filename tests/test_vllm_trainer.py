@@ -246,17 +246,31 @@ def test_vllm_missing_or_unsupported(start, monkeypatch, version, message):
             {"generation_kwargs": {"logits_bias": {}}},
             "'logits_bias', which vLLM .* Did you mean logit_bias",
         ),
+        ({"generation_kwargs": {"n": 2, "logprobs": 3}}, "'logprobs', 'n', which the engine sets itself"),
+        ({"vllm_max_model_length": 600}, "vllm_max_model_length=600 is more than the 512 positions"),
         ({"max_lora_rank": 8}, "max_lora_rank=8 is too small: the adapter has rank 20 and needs max_lora_rank=32"),
         (
             {"vllm_max_model_length": 16},
             r"Row 6 of train_dataset has a prompt of 16 tokens, and the engine's context holds 16",
         ),
+        ({"vllm_enable_lora": True, "peft_config": None}, r"the model has no adapter .* Give peft_config=LoraConfig"),
     ],
     ids=str,
 )
 def test_configuration_that_cannot_work(start, options, message):
     with pytest.raises(ValueError, match=message):
-        start(peft_config=lora(r=20), **options)
+        start(**({"peft_config": lora(r=20)} | options))
+
+
+def test_stop_strings(start, tokenizer):
+    letters = tokenizer("abcdefghijklmnopqrstuvwxyz")["input_ids"]
+    trainer = start(peft_config=lora(), generation_kwargs={"stop": list("aeiou"), "allowed_token_ids": letters})
+    trainer.weight_sync.push(trainer.rollout_engine)
+    prompts = [[10 + index, 30, 40] for index in range(16)]
+    texts = tokenizer.batch_decode(trainer.rollout_engine.generate(prompts, trainer.sampling, seed=0).completion_ids)
+    vowels = [[character in "aeiou" for character in text] for text in texts]
+    assert any(each[-1] for each in vowels)
+    assert not any(any(each[:-1]) for each in vowels)
 
 
 def test_lora_mode_auto_measures_both_ways_and_decides(start, caplog):

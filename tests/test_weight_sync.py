@@ -208,6 +208,15 @@ def test_engine_is_recreated_after_so_many_updates(recreate_every, calls):
     assert engine.calls == calls
 
 
+def test_updates_between_two_rollouts_all_count():
+    sync, engine = WeightSync(make_policy(lora()), None, recreate_every=4), RecordingEngine()
+    for _ in range(4):
+        sync.push(engine)
+        for _ in range(3):
+            sync.policy_changed()
+    assert engine.calls == ["push 0", "push 3", "recreate", "push 6", "push 9"]
+
+
 def test_engine_that_lost_its_policy_gets_it_again():
     sync, engine = WeightSync(make_policy(lora()), None), RecordingEngine()
     sync.push(engine)

@@ -12,12 +12,13 @@ _MODULES = {
     "Rollout": ".engine",
     "RolloutEngine": ".engine",
     "SamplingConfig": ".engine",
+    "check_engine": ".factory",
     "create_rollout_engine": ".factory",
 }
 
 if TYPE_CHECKING:
     from .engine import AdapterModule, PolicyUpdate, PushReport, Rollout, RolloutEngine, SamplingConfig
-    from .factory import create_rollout_engine
+    from .factory import check_engine, create_rollout_engine
 
 __all__ = [
     "AdapterModule",
@@ -26,6 +27,7 @@ __all__ = [
     "Rollout",
     "RolloutEngine",
     "SamplingConfig",
+    "check_engine",
     "create_rollout_engine",
 ]
 

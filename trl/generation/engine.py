@@ -123,10 +123,12 @@ class RolloutEngine(Protocol):
     """Samples completions from the policy it was last given.
 
     `policy_version` is the version being served, or `None` when no policy can be served (nothing pushed yet, or a push
-    that broke half way); `generate` refuses to run then.
+    that broke half way); `generate` refuses to run then. `max_model_length` is the most tokens of prompt and
+    completion together, `None` for no limit.
     """
 
     policy_version: int | None
+    max_model_length: int | None
 
     def generate(
         self, prompt_token_ids: Sequence[Sequence[int]], sampling: SamplingConfig, seed: int | None = None

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def check_engine(args: GRPOConfig) -> None:
+    """Raise `ImportError` when vLLM is asked for and not installed, or of an unsupported version."""
+    if args.use_vllm:
+        from . import vllm_worker
+
+        vllm_worker.check_installed()
+
+
 def create_rollout_engine(
     model: nn.Module, args: GRPOConfig, processing_class: Any, accelerator: Accelerator
 ) -> tuple[RolloutEngine, SyncPlan | None]:
@@ -47,13 +55,14 @@ def create_rollout_engine(
     if not args.use_vllm:
         from .transformers_engine import TransformersEngine
 
-        return TransformersEngine(model, processing_class.pad_token_id), None
+        return TransformersEngine(model, processing_class.pad_token_id, processing_class), None
 
     from . import vllm_engine, vllm_worker
 
-    vllm_worker.check_installed()
+    check_engine(args)
     _check_machine(args, accelerator)
     config = base_model(model).config
+    _check_length(args, config)
     dtype = _serving_dtype(model, args)
     plan = select_sync(model, args, engine_capabilities(config, dtype, accelerator.device))
     announce(plan, has_adapter=hasattr(model, "peft_config"), logger=logger)
@@ -69,6 +78,7 @@ def create_rollout_engine(
         enable_sleep_mode=args.vllm_enable_sleep_mode,
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
+        stop_strings="stop" in (args.generation_kwargs or {}),
     )
     weights = vllm_worker.InitialWeights(partial(base_tensors, model), shared)
     engine = vllm_engine.VllmEngine(plan, config, weights, settings, processing_class)
@@ -98,6 +108,18 @@ def engine_capabilities(config: Any, dtype: torch.dtype, device: torch.device) -
         dtype=dtype,
         lora_dtypes=vllm_worker.lora_dtypes(device),
     )
+
+
+def _check_length(args: GRPOConfig, config: Any) -> None:
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    scaled = "factor" in (getattr(text, "rope_scaling", None) or getattr(text, "rope_parameters", None) or {})
+    length = args.vllm_max_model_length
+    if None not in (length, limit) and length > limit and not scaled:
+        raise ValueError(
+            f"vllm_max_model_length={length} is more than the {limit} positions that the model has. Give at most "
+            "that, or leave it unset."
+        )
 
 
 def _serving_dtype(model: nn.Module, args: GRPOConfig) -> torch.dtype:

@@ -19,11 +19,14 @@ class TransformersEngine:
     Args:
         model (`PreTrainedModel` or `PeftModel`): The policy, unwrapped.
         pad_token_id (`int`): Fills prompts on the left up to the length of the longest.
+        tokenizer (*optional*): Needed for `stop_strings` among the sampling options.
     """
 
-    def __init__(self, model: nn.Module, pad_token_id: int):
+    def __init__(self, model: nn.Module, pad_token_id: int, tokenizer: Any = None):
         self.model = model
         self.pad_token_id = pad_token_id
+        self.tokenizer = tokenizer
+        self.max_model_length: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.policy_version: int | None = None
 
     def push(self, update: PolicyUpdate) -> PushReport:
@@ -54,7 +57,10 @@ class TransformersEngine:
         with torch.no_grad(), self._evaluating(), _seeded(seed, input_ids.device):
             with self._generation_config(_generation_config(sampling, self.pad_token_id)) as generation_config:
                 sequences = self.model.generate(
-                    input_ids=input_ids, attention_mask=attention_mask, generation_config=generation_config
+                    input_ids=input_ids,
+                    attention_mask=attention_mask,
+                    generation_config=generation_config,
+                    tokenizer=self.tokenizer,
                 )
         completions = sequences[:, input_ids.shape[1] :].tolist()
         completion_ids = [_up_to_stop(token_ids, sampling.stop_token_ids) for token_ids in completions]
@@ -79,7 +85,7 @@ class TransformersEngine:
         self.policy_version = None
 
     def _check_prompts(self, prompt_token_ids: Sequence[Sequence[int]]) -> None:
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        context = self.max_model_length
         for index, token_ids in enumerate(prompt_token_ids):
             if not token_ids or (context is not None and len(token_ids) >= context):
                 raise ValueError(

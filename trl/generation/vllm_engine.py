@@ -41,6 +41,7 @@ class VllmSettings:
         device (`torch.device`): Where it runs.
         seed (`int`): Seed of the engine; each rollout brings one of its own.
         max_num_seqs (`int`): Most sequences decoded at a time.
+        stop_strings (`bool`): Whether completions may end at strings, for which vLLM has to turn tokens into text.
     """
 
     dtype: torch.dtype
@@ -52,6 +53,7 @@ class VllmSettings:
     enable_sleep_mode: bool = False
     model_impl: str = "vllm"
     trust_remote_code: bool = False
+    stop_strings: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -259,6 +261,13 @@ class VllmEngine:
             from vllm import SamplingParams
 
             check_known(sampling.extra, inspect.signature(SamplingParams).parameters.keys(), "vLLM")
+        taken = sorted(sampling.extra.keys() & _SET_BY_ENGINE)
+        if taken:
+            raise ValueError(
+                f"generation_kwargs has {', '.join(map(repr, taken))}, which the engine sets itself, to get one "
+                "completion for each prompt with the log probability of every token. Leave it out (num_generations "
+                "asks for several completions)."
+            )
 
     # -- rollouts -----------------------------------------------------------------------------------------------------
 
@@ -320,7 +329,7 @@ def _llm_arguments(folder: str, plan: SyncPlan, settings: VllmSettings) -> dict[
         "model": folder,
         "load_format": vllm_worker.LOAD_FORMAT,
         "worker_extension_cls": f"{vllm_worker.WorkerExtension.__module__}.{vllm_worker.WorkerExtension.__qualname__}",
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not settings.stop_strings,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "seed": settings.seed,
         "max_num_seqs": settings.max_num_seqs,
@@ -347,6 +356,12 @@ def _llm_arguments(folder: str, plan: SyncPlan, settings: VllmSettings) -> dict[
     return arguments | dict(settings.extra)
 
 
+# What a rollout depends on.
+_SET_BY_ENGINE = frozenset(
+    {"n", "logprobs", "prompt_logprobs", "flat_logprobs", "logprob_token_ids", "output_kind", "seed"}
+)
+
+
 def _sampling_parameters(sampling: SamplingConfig) -> Any:
     from vllm import SamplingParams
 
@@ -360,7 +375,7 @@ def _sampling_parameters(sampling: SamplingConfig) -> Any:
         "stop_token_ids": list(sampling.stop_token_ids),
         "logprobs": 0,
         "flat_logprobs": True,
-        "detokenize": False,
+        "detokenize": "stop" in sampling.extra,  # which is looked for in the text
     }
     return SamplingParams(**(arguments | dict(sampling.extra)))
 

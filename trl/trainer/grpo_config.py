@@ -314,19 +314,26 @@ def _at_least(low: float, why: str = "") -> tuple[Callable[[Any], bool], str]:
     return lambda value: value >= low, f"give at least {low}{why}"
 
 
+def _whole(low: int, why: str = "") -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value == int(value) >= low, f"give a whole number of at least {low}{why}"
+
+
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_generations": _at_least(2, ", because an advantage compares the completions of one prompt"),
-    "num_generations_eval": _at_least(1),
-    "max_completion_length": _at_least(1),
-    "generation_batch_size": _at_least(1),
-    "steps_per_generation": _at_least(1),
-    "num_iterations": _at_least(1),
+    "per_device_train_batch_size": _whole(1),
+    "per_device_eval_batch_size": _whole(1),
+    "gradient_accumulation_steps": _whole(1),
+    "num_generations": _whole(2, ", because an advantage compares the completions of one prompt"),
+    "num_generations_eval": _whole(1),
+    "max_completion_length": _whole(1),
+    "generation_batch_size": _whole(1),
+    "steps_per_generation": _whole(1),
+    "num_iterations": _whole(1),
     "temperature": (
         lambda value: value > 0,
         "give a value above 0, because the loss divides by it. For the most likely token set top_k=1",
     ),
     "top_p": (lambda value: 0 < value <= 1, "give a value above 0 and at most 1"),
-    "top_k": _at_least(0, ". 0 keeps all tokens"),
+    "top_k": _whole(0, ". 0 keeps all tokens"),
     "min_p": (lambda value: 0 <= value <= 1, "give a value from 0 to 1"),
     "repetition_penalty": (lambda value: value > 0, "give a value above 0; 1 has no effect"),
     "vllm_mode": (
@@ -334,11 +341,12 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "only 'colocate' is there so far. Server mode comes later",
     ),
     "vllm_model_impl": _one_of(VLLM_MODEL_IMPLS),
+    "vllm_enable_lora": _one_of((True, False)),
     "vllm_lora_mode": _one_of(VLLM_LORA_MODES),
     "vllm_gpu_memory_utilization": (lambda value: 0 < value <= 1, "give a share above 0 and at most 1"),
-    "vllm_max_model_length": _at_least(2),
-    "vllm_tensor_parallel_size": _at_least(1),
-    "vllm_recreate_every": _at_least(1, " policy update, or None to keep the engine"),
+    "vllm_max_model_length": _whole(2),
+    "vllm_tensor_parallel_size": _whole(1),
+    "vllm_recreate_every": _whole(1, " policy update, or None to keep the engine"),
     "beta": _at_least(0),
     "epsilon": _at_least(0),
     "epsilon_high": _at_least(0),
@@ -347,7 +355,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "vllm_importance_sampling_mode": _one_of(IMPORTANCE_SAMPLING_MODES),
     "vllm_importance_sampling_clip_max": (lambda value: value > 0, "give a value above 0, or None for no limit"),
     "vllm_importance_sampling_clip_min": _at_least(0, ", or None for no limit"),
-    "num_completions_to_print": _at_least(0),
+    "num_completions_to_print": _whole(0),
     "auto_find_batch_size": (
         lambda value: not value,
         "a rollout has a fixed size, which this option would change. Set per_device_train_batch_size",
@@ -359,7 +367,11 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 def _check_values(config: GRPOConfig) -> None:
     for name, (accepts, remedy) in _VALUES.items():
         value = getattr(config, name)
-        if value is not None and not accepts(value):
+        try:
+            accepted = value is None or accepts(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}={value!r}, a {type(value).__name__}, cannot be used: {remedy}.") from error
+        if not accepted:
             raise ValueError(f"{name}={value!r} cannot be used: {remedy}.")
     for name in ("model_init_kwargs", "generation_kwargs", "chat_template_kwargs"):
         value = getattr(config, name)

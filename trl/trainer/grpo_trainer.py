@@ -28,7 +28,7 @@ from transformers import (
     set_seed,
 )
 
-from ..generation import PushReport, SamplingConfig, create_rollout_engine
+from ..generation import PushReport, SamplingConfig, check_engine, create_rollout_engine
 from ..rewards.evaluate import RewardEvaluator, RewardFunc
 from ..weight_sync import WeightSync
 from . import memory
@@ -36,6 +36,7 @@ from .callbacks import CompletionsCallback, show_rewards_on_progress_bar
 from .grpo_config import GRPOConfig, accelerate_environment, check_eval_batch
 from .grpo_loss import LossConfig, LossInputs, aggregate_rewards, group_advantages, grpo_loss
 from .model_loading import (
+    check_types,
     frozen_copy,
     let_gradients_through_checkpoints,
     load_policy,
@@ -122,6 +123,8 @@ class GRPOTrainer(Trainer):
         peft_config: PeftConfig | None = None,
     ) -> None:
         args = args or GRPOConfig(f"{short_name(model)}-GRPO")
+        check_types(args, peft_config)
+        check_engine(args)
         check_datasets(train_dataset, eval_dataset, args.generation_batch_size, args.num_generations)
         set_seed(args.seed)  # as Trainer will, but a new adapter draws its start before
         policy = load_policy(model, args, peft_config, quantization_config)
@@ -174,16 +177,18 @@ class GRPOTrainer(Trainer):
 
     def _start_engine(self, policy: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
         policy = self.accelerator.unwrap_model(policy)
+        # Before the engine is built, where that can be known: building it takes its time.
+        context = self.args.vllm_max_model_length if self.args.use_vllm else None
+        if context is not None:
+            self._check_prompts_fit(tokenizer, context)
         self.rollout_engine, self.sync_plan = create_rollout_engine(policy, self.args, tokenizer, self.accelerator)
         self.weight_sync = WeightSync(policy, self.sync_plan, recreate_every=self.args.vllm_recreate_every)
         self._close = weakref.finalize(self, _close_all, self.rollout_engine, self.reward_evaluator)
         self.rollout_engine.check_sampling(self.sampling)
-        self._check_prompts_fit(tokenizer)
+        if context is None and self.rollout_engine.max_model_length is not None:
+            self._check_prompts_fit(tokenizer, self.rollout_engine.max_model_length)
 
-    def _check_prompts_fit(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        context = getattr(self.rollout_engine, "max_model_length", None)
-        if context is None:
-            return
+    def _check_prompts_fit(self, tokenizer: PreTrainedTokenizerBase, context: int) -> None:
         datasets = {"train_dataset": self.train_dataset}
         evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
         datasets |= {f"eval_dataset[{name!r}]" if name else "eval_dataset": each for name, each in evaluated.items()}

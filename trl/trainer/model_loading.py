@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..weight_sync.adapter import active_adapters, base_model
-
-
-if TYPE_CHECKING:
-    from .grpo_config import GRPOConfig
+from .grpo_config import GRPOConfig
 
 
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -25,6 +22,14 @@ def short_name(model: str | PreTrainedModel | PeftModel) -> str:
     _check_type(model)
     name = model if isinstance(model, str) else base_model(model).config._name_or_path
     return name.rstrip("/").split("/")[-1] or type(base_model(model)).__name__
+
+
+def check_types(args: Any, peft_config: Any) -> None:
+    """Raise `TypeError` for arguments of `GRPOTrainer` that are something else than they should be."""
+    if not isinstance(args, GRPOConfig):
+        raise TypeError(f"args is a {type(args).__name__}: give a GRPOConfig, which has all its options.")
+    if peft_config is not None and not isinstance(peft_config, PeftConfig):
+        raise TypeError(f"peft_config is a {type(peft_config).__name__}: give a PeftConfig, such as LoraConfig(r=16).")
 
 
 def load_policy(

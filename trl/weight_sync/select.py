@@ -36,7 +36,7 @@ DYNAMIC = "dynamic"
 MERGED = "merged"
 AUTO = "auto"
 FULL = "full"
-LORA_MODES = (DYNAMIC, MERGED, AUTO)
+NO_ADAPTER = "the model has no adapter"
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ def unservable_reasons(model: nn.Module, capabilities: EngineCapabilities, strat
         strategy (`str`, defaults to `"dynamic"`): `"dynamic"` or `"merged"`.
     """
     if not hasattr(model, "peft_config"):
-        return ["the model has no adapter"]
+        return [NO_ADAPTER]
     names = active_adapters(model)
     name = names[0] if names else next(iter(model.peft_config))
     candidate = _Candidate(model, capabilities, names, name, model.peft_config[name], lora_layers(model, name))
@@ -389,6 +389,11 @@ def select_sync(model: nn.Module, config: Any, capabilities: EngineCapabilities)
     else:
         against = {each: tuple(unservable_reasons(model, capabilities, each)) for each in (DYNAMIC, MERGED)}
         strategy, reasons = _choose(mode, against)
+    if config.vllm_enable_lora and reasons == (NO_ADAPTER,):
+        raise ValueError(
+            "vllm_enable_lora=True, but the model has no adapter that vLLM could serve. Give "
+            "peft_config=LoraConfig(...) or a PeftModel, or leave vllm_enable_lora unset."
+        )
     if config.vllm_enable_lora and strategy == FULL:
         listed = "".join(f"\n- {reason}" for reason in reasons)
         raise ValueError(

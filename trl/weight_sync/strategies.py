@@ -147,7 +147,7 @@ class WeightSync:
         self.plan = plan
         self.recreate_every = recreate_every
         self._version = 0
-        self._updates_since_build = 0
+        self._first_pushed: int | None = None  # version that was the first to reach the engine as it is built now
         self._push_seconds = 0.0
         self._trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._seen = self._fingerprint()
@@ -234,11 +234,12 @@ class WeightSync:
         """
         if engine.policy_version == self.version:
             return None
-        if self.recreate_every is not None and self._updates_since_build >= self.recreate_every:
+        if self._first_pushed is None:
+            self._first_pushed = self.version
+        if self.recreate_every is not None and self.version - self._first_pushed >= self.recreate_every:
             engine.recreate()
-            self._updates_since_build = 0
+            self._first_pushed = self.version
         report = engine.push(self.export())
-        self._updates_since_build += 1
         self._push_seconds = report.seconds
         return report
 
