@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import yaml
-from common import provenance, write
+from measure import provenance, write
 
 
 DEMO = Path("examples/grpo_smollm2_cpu.yaml")

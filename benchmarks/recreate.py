@@ -13,7 +13,9 @@ import os
 import time
 
 import torch
-from common import build_engine, provenance, random_qwen2, smollm2, summary, with_adapter, write
+from common import build_engine
+from measure import provenance, summary, write
+from models import random_qwen2, smollm2, with_adapter
 
 from trl.generation.engine import SamplingConfig
 

@@ -13,18 +13,9 @@ import tempfile
 import time
 
 import torch
-from common import (
-    agreement,
-    build_engine,
-    device_milliseconds,
-    milliseconds,
-    provenance,
-    random_qwen2,
-    smollm2,
-    summary,
-    with_adapter,
-    write,
-)
+from common import agreement, build_engine
+from measure import device_milliseconds, milliseconds, provenance, summary, write
+from models import random_qwen2, smollm2, with_adapter
 
 from trl.generation.engine import SamplingConfig
 from trl.weight_sync.strategies import base_tensors

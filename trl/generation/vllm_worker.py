@@ -78,6 +78,27 @@ def _adapter_manager(model_runner: Any) -> Any:
     return model_runner.lora_manager._adapter_manager
 
 
+def _compute_adapters(manager: Any, compute: bool) -> None:
+    """Whether layers with LoRA buffers look at them.
+
+    Kernels on a GPU return at once where no request of a batch names an adapter. Those on the CPU compute, and the one
+    for `lm_head` adds the last adapter even so: it takes -1, for none, as an index.
+    """
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    for wrapper in manager.punica_wrapper_mapping.values():
+        if isinstance(wrapper, PunicaWrapperCPU):
+            for name in ("add_lora_linear", "add_lora_embedding", "add_lora_logits"):
+                if compute:
+                    vars(wrapper).pop(name, None)
+                else:
+                    setattr(wrapper, name, _add_nothing)
+
+
+def _add_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 def _model_architecture(hf_config: Any) -> type | None:
     """vLLM's own class for the architecture, or `None` where it has none."""
     from vllm.model_executor.models import ModelRegistry
@@ -339,13 +360,6 @@ class AdapterSlot:
         """Serve what is staged."""
         torch._foreach_copy_(self.held, self.sent)
 
-    def clear(self) -> None:
-        """Serve an adapter that does nothing, even to a request that names none.
-
-        On the CPU vLLM 0.32 adds the last adapter of a `lm_head` to those too: it takes -1, for none, as an index.
-        """
-        torch._foreach_zero_(self.held)
-
     @torch.no_grad()
     def differing(self) -> list[str]:
         """Names of the tensors whose buffer is not, to the bit, what was staged."""
@@ -532,6 +546,7 @@ class WorkerExtension:
         if slot is None or slot.shapes != _shapes(adapter) or not self.trl_adapter_present():
             slot = self._trl_slot = AdapterSlot(self.model_runner, adapter)
         num_bytes = slot.stage(adapter)
+        _compute_adapters(_adapter_manager(self.model_runner), True)
         slot.switch()
         self.trl_check_adapter()
         return num_bytes
@@ -573,9 +588,8 @@ class WorkerExtension:
         Raises:
             PolicyMismatchError: When the engine does not compute with what was written.
         """
-        slot: AdapterSlot | None = getattr(self, "_trl_slot", None)
-        if slot is not None:
-            slot.clear()
+        if self.model_runner.lora_config is not None:
+            _compute_adapters(_adapter_manager(self.model_runner), False)
         merged: MergedWeights | None = getattr(self, "_trl_merged", None)
         if merged is None:
             merged = MergedWeights(_layer_weights(self.model_runner.get_model(), adapter), base)
