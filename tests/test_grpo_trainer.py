@@ -22,6 +22,8 @@ from trl.generation import PolicyUpdate, SamplingConfig
 from trl.generation.transformers_engine import TransformersEngine
 from trl.trainer import memory
 from trl.trainer.grpo_loss import LossConfig
+from trl.trainer.model_loading import inputs_not_cast
+from trl.trainer.rollouts import MicroBatch
 from trl.trainer.token_logprobs import TokenScorer
 from trl.trainer.utils import MetricBuffer, RepeatSampler, pad
 
@@ -195,6 +197,28 @@ def test_bf16_computes_in_bf16(start):
     assert {each.dtype for each in trainer.model.parameters()} == {torch.float32}
     assert dict(os.environ) == environment
     assert start().accelerator.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_inputs_are_not_copied_for_each_adapter(start, monkeypatch, checkpointing):
+    options = {"model": make_model().bfloat16(), "bf16": True, "gradient_checkpointing": checkpointing}
+    lean = start(**options)
+    lean.train()
+    assert all(layer.cast_input_dtype_enabled for layer in lean._layers_under_autocast)
+
+    options["model"] = make_model().bfloat16()
+    usual = start(**options)
+    usual._layers_under_autocast = []
+    usual.train()
+    assert_equal(trained(lean), trained(usual))
+
+    def kept(trainer):
+        with trainer.accelerator.autocast(), inputs_not_cast(trainer._layers_under_autocast):
+            batch = MicroBatch.of_zeros(2, 32, torch.device("cpu"))
+            return memory.saved_bytes(trainer.model, lambda: trainer._scorer(trainer.model, batch))
+
+    if not checkpointing:
+        assert kept(lean) < 0.9 * kept(usual)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -38,12 +38,14 @@ from .grpo_loss import LossConfig, LossInputs, aggregate_rewards, group_advantag
 from .model_loading import (
     check_types,
     frozen_copy,
+    inputs_not_cast,
     let_gradients_through_checkpoints,
     load_policy,
     load_tokenizer,
     settle_padding,
     short_name,
     stop_token_ids,
+    tuner_layers,
 )
 from .rollouts import (
     MicroBatch,
@@ -156,6 +158,7 @@ class GRPOTrainer(Trainer):
         self.sampling = _sampling_config(args, stop_token_ids(policy, tokenizer))
         self._scorer = TokenScorer(policy, args.temperature, fused=not args.torch_compile)
         self._ref_scorer = self._scorer if reference is None else TokenScorer(reference, args.temperature)
+        self._layers_under_autocast = tuner_layers(policy) if args.bf16 or args.fp16 else []
         self._metrics = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self._micro_batches: list[MicroBatch] = []
         self._position = 0  # micro-batches of this epoch that were trained on
@@ -212,7 +215,7 @@ class GRPOTrainer(Trainer):
             return True
 
         def forward(length: int) -> Any:
-            with self.accelerator.autocast():
+            with self.accelerator.autocast(), inputs_not_cast(self._layers_under_autocast):
                 return self._scorer(policy, MicroBatch.of_zeros(1, length, device), with_entropy=True)
 
         was_training = policy.training
@@ -285,8 +288,17 @@ class GRPOTrainer(Trainer):
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _prepare_inputs(self, rows: list[dict[str, Any]]) -> MicroBatch:
+    def training_step(self, model: nn.Module, inputs: list[dict[str, Any]], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward pass of the next micro-batch."""
+        model.train()
+        batch = self._prepare_inputs(inputs)
+        with inputs_not_cast(self._layers_under_autocast):
+            return super().training_step(model, batch, num_items_in_batch)
+
+    def _prepare_inputs(self, rows: list[dict[str, Any]] | MicroBatch) -> MicroBatch:
         """The next micro-batch; samples a new rollout from `rows` when the one before is used up."""
+        if isinstance(rows, MicroBatch):
+            return rows
         if self._mode == "eval":
             self._num_eval_rollouts += 1
             seed = derived_seed(self.args.seed, 1, self._num_eval_rollouts, self.args.process_index)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
@@ -140,6 +143,28 @@ def let_gradients_through_checkpoints(policy: nn.Module, checkpointing_kwargs: d
     """
     if isinstance(policy, PeftModel) and checkpointing_kwargs["use_reentrant"]:
         policy.enable_input_require_grads()
+
+
+def tuner_layers(policy: nn.Module) -> list[BaseTunerLayer]:
+    """All layers of PEFT in the model."""
+    return [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
+
+
+@contextmanager
+def inputs_not_cast(layers: Sequence[BaseTunerLayer]) -> Iterator[None]:
+    """Have layers of PEFT leave the dtype of their input to autocast.
+
+    PEFT casts an input to the dtype of the adapter, float32, and autocast casts it back: the values are the same, but
+    every adapter of a layer then keeps a copy of its own for the backward pass. Only for code under autocast; a
+    checkpoint that is recomputed has to find it as it was.
+    """
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cast_input_dtype_enabled = True
 
 
 def load_tokenizer(model: PreTrainedModel | PeftModel, args: GRPOConfig) -> PreTrainedTokenizerBase:
