@@ -9,10 +9,12 @@ One engine with LoRA buffers serves both ways in turn; one without is the base s
 from __future__ import annotations
 
 import argparse
+import json
 
+import tables
 import torch
 from common import agreement, build_engine, set_mode
-from measure import device_milliseconds, markdown, milliseconds, provenance, summary, write
+from measure import device_milliseconds, milliseconds, provenance, summary, write
 from models import random_qwen2, smollm2, with_adapter
 
 from trl.generation.engine import SamplingConfig
@@ -112,21 +114,6 @@ def measure_adapter(rank: int, arguments) -> dict:
     return results
 
 
-def table(result: dict) -> str:
-    rows = []
-    for rank, modes in result["ranks"].items():
-        for mode, measured in modes.items():
-            row = {"rank": rank, "mode": mode, "push, host ms": measured["push"]["host_ms"]["median"]}
-            if "gpu_ms" in measured["push"]:
-                row["push, GPU ms"] = measured["push"]["gpu_ms"]["median"]
-            row["MB"] = round(measured["push"]["bytes"] / 1e6, 1)
-            for count, base in result["base"].items():
-                speed = base["base"]["median"] / measured["rollout"][count]["median"]
-                row[f"speed of {count}"] = f"{speed:.2f}"
-            rows.append(row)
-    return markdown(rows)
-
-
 def main() -> None:
     arguments = parse_arguments()
     result = {"shape": arguments.shape, "prompt_tokens": arguments.prompt_tokens, "tokens": arguments.tokens}
@@ -134,8 +121,7 @@ def main() -> None:
     result["base"] = measure_base(arguments)
     result["ranks"] = {rank: measure_adapter(rank, arguments) for rank in arguments.ranks}
     write(result, arguments.output)
-    print("\nSpeed of rollouts relative to the base model's, for so many sequences:\n")
-    print(table(result))
+    print(f"\n{tables.modes(json.loads(json.dumps(result)))}")
 
 
 if __name__ == "__main__":

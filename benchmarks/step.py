@@ -20,8 +20,9 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import tables
 import torch
-from measure import markdown, provenance, write
+from measure import provenance, write
 from models import KEY_VALUE_HEADS, filled_tokenizer, lora_config, random_qwen2
 
 
@@ -32,7 +33,6 @@ VARIANTS = {
     "merged, base shared": ("ours", {"vllm_lora_mode": "merged", "vllm_share_base": True}),
     "dynamic, checkpoints": ("ours", {"vllm_lora_mode": "dynamic", "gradient_checkpointing": True}),
 }
-PHASES = ("step", "sync", "generate", "old logprobs", "other rollout", "train")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -188,7 +188,7 @@ def summarise(steps: list[dict]) -> dict:
             step.get(each, 0) for each in ("sync", "generate", "old logprobs")
         )
         step["train"] = step["step"] - step["rollout"]
-    result = {phase: round(statistics.median(step.get(phase, 0.0) for step in steps), 3) for phase in PHASES}
+    result = {phase: round(statistics.median(step.get(phase, 0.0) for step in steps), 3) for phase in tables.PHASES}
     if steps[-1]["peak_gib"] is not None:
         result["peak_torch_gib"] = round(steps[-1]["peak_gib"]["torch"], 1)
         result["peak_device_gib"] = round(max(step["peak_gib"]["device"] for step in steps), 1)
@@ -226,27 +226,6 @@ def run_self(extra: list[str], path: str | None) -> dict:
         return json.loads(Path(file.name).read_text())
 
 
-def table(results: dict[str, dict]) -> str:
-    columns = (
-        "step",
-        "sync",
-        "generate",
-        "old logprobs",
-        "other rollout",
-        "train",
-        "peak_torch_gib",
-        "peak_device_gib",
-    )
-    reference = results.get("peer")
-    rows = []
-    for variant, result in results.items():
-        row = {"": variant} | {column: result[column] for column in columns if column in result}
-        if reference is not None:
-            row["of the peer's step"] = f"{result['step'] / reference['step']:.2f}"
-        rows.append(row)
-    return markdown(rows)
-
-
 def main() -> None:
     arguments = parse_arguments()
     if arguments.run is not None:
@@ -256,8 +235,7 @@ def main() -> None:
     result = {**shape, "micro_batch": arguments.micro_batch, "memory": arguments.memory, **provenance()}
     result["variants"] = compare(arguments)
     write(result, arguments.output)
-    print(f"\nSeconds, medians of {arguments.steps - 1} steps:\n")
-    print(table(result["variants"]))
+    print(f"\n{tables.step(result)}")
 
 
 if __name__ == "__main__":
