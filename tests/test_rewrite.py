@@ -81,7 +81,7 @@ def test_kernel_for_the_gpu_computes_the_same():
     script = """
         import torch
         from tests.test_rewrite import weights
-        from trl.generation.rewrite import _rewrite_by_rows, _rewrite_on_gpu
+        from trl.generation.rewrite import _rewrite_by_rows, _rewrite_on_gpu, rewrite
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         for rank, dtype in ((5, torch.bfloat16), (16, torch.float32), (40, torch.float16)):
@@ -100,6 +100,11 @@ def test_kernel_for_the_gpu_computes_the_same():
             before = base.clone()
             torch.testing.assert_close(_rewrite_on_gpu(None, base, lora_a, lora_b), kernel_sums)
             assert torch.equal(base, before)
+
+        # Factors of an embedding come transposed.
+        rewrite.__globals__["_rewrite_by_rows"] = _rewrite_on_gpu  # as on a GPU
+        rewrite(on_gpu, base, lora_a.T.contiguous().T, lora_b.T.contiguous().T)
+        torch.testing.assert_close(on_gpu, by_rows, rtol=torch.finfo(dtype).eps, atol=1e-6)
     """
     environment = dict(os.environ) if torch.cuda.is_available() else {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True)
