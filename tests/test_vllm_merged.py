@@ -84,6 +84,26 @@ def test_merged_weights_come_back_after_a_rebuild(start_engine, prompts):
     assert engine.generate(prompts, GREEDY) == before
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "merged"])
+def test_engine_whose_weights_are_gone_gets_them_again(start_engine, prompts, mode):
+    model = move(make_policy(lora()))
+    engine, sync = start_engine(model, vllm_lora_mode=mode)
+    sync.push(engine)
+
+    def lose(worker):
+        for parameter in worker.model_runner.get_model().parameters():
+            parameter.data.fill_(7.0)
+
+    engine._llm.collective_rpc(lose)
+    assert logprob_difference(engine, model, prompts) > 1e-2
+    with engine._running():
+        engine._reload_base()
+    with pytest.raises(PolicyMismatchError, match="serves no policy"):
+        engine.generate(prompts, GREEDY)
+    sync.push(engine)
+    check_logprobs(engine, model, prompts)
+
+
 # One base for both
 
 

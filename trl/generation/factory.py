@@ -76,6 +76,7 @@ def create_rollout_engine(
         max_model_length=args.vllm_max_model_length,
         gpu_memory_utilization=_memory_share(args, shared, accelerator.device),
         enable_sleep_mode=args.vllm_enable_sleep_mode,
+        sleep_level=args.vllm_sleep_level,
         model_impl=args.vllm_model_impl,
         trust_remote_code=args.trust_remote_code,
         stop_strings="stop" in (args.generation_kwargs or {}),

@@ -51,6 +51,7 @@ class VllmSettings:
     max_model_length: int | None = None
     gpu_memory_utilization: float = 0.3
     enable_sleep_mode: bool = False
+    sleep_level: int = 1
     model_impl: str = "vllm"
     trust_remote_code: bool = False
     stop_strings: bool = False
@@ -142,18 +143,32 @@ class VllmEngine:
                 torch.cuda.empty_cache()
 
     def sleep(self) -> None:
-        """Move the weights to host memory and drop the KV cache, where `vllm_enable_sleep_mode` asks for it."""
+        """Give device memory back, where `vllm_enable_sleep_mode` asks for it: the KV cache and the engine's weights.
+
+        The weights go to host memory (level 1) or nowhere (level 2). Those shared with the trainer stay where they are.
+        """
         if self.settings.enable_sleep_mode:
             with self._running():
-                self._llm.sleep(level=1)
+                self._llm.sleep(level=self.settings.sleep_level)
 
     def wake(self) -> None:
         """Undo [`sleep`]. The adapter is checked again: memory that came back wrong is not served."""
-        if self.settings.enable_sleep_mode and self._llm.llm_engine.is_sleeping():
-            with self._running():
-                self._llm.wake_up()
-                if self.policy_version is not None and self._serves_adapter:
-                    self._llm.collective_rpc("trl_check_adapter")
+        if not self.settings.enable_sleep_mode or not self._llm.llm_engine.is_sleeping():
+            return
+        with self._running():
+            self._llm.wake_up()
+            if self.settings.sleep_level == 2:
+                self._reload_base()
+            elif self.policy_version is not None and self._serves_adapter:
+                self._llm.collective_rpc("trl_check_adapter")
+
+    def _reload_base(self) -> None:
+        """Fill weights that hold nothing any more, from the trainer. The next push brings the policy back."""
+        self.policy_version = self._merged = self._borrowed = None
+        shared = {name for each in self._weights.shared for name in each.names}
+        tensors = ((name, tensor) for name, tensor in self._weights.tensors() if name not in shared)
+        self._llm.collective_rpc("trl_load_tensors", args=(tensors,))
+        self._llm.reset_prefix_cache()
 
     # -- policy -------------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,8 @@ class GRPOConfig(TrainingArguments):
         vllm_model_impl (`str`, defaults to `"vllm"`): Model code that vLLM runs: its own (`"vllm"`), that of
             `"transformers"`, or `"auto"`.
         vllm_enable_sleep_mode (`bool`, defaults to `False`): Give vLLM's GPU memory back between rollouts.
+        vllm_sleep_level (`int`, defaults to `1`): Where its weights go meanwhile: to host memory (`1`), or nowhere
+            (`2`), which takes no host memory; the trainer's are then copied again when it wakes.
         vllm_gpu_memory_utilization (`float`, defaults to `0.3`): Share of the GPU's memory for vLLM.
         vllm_max_model_length (`int`, *optional*): Most tokens of prompt and completion together; as the model allows
             if `None`.
@@ -180,6 +182,9 @@ class GRPOConfig(TrainingArguments):
     )
     vllm_enable_sleep_mode: bool = field(
         default=False, metadata={"help": "Give vLLM's GPU memory back between rollouts."}
+    )
+    vllm_sleep_level: int = field(
+        default=1, metadata={"help": "Where vLLM's weights go while it sleeps: 1 to host memory, 2 nowhere."}
     )
     vllm_gpu_memory_utilization: float = field(
         default=0.3, metadata={"help": "Share of the GPU's memory that vLLM takes."}
@@ -343,6 +348,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "vllm_model_impl": _one_of(VLLM_MODEL_IMPLS),
     "vllm_enable_lora": _one_of((True, False)),
     "vllm_lora_mode": _one_of(VLLM_LORA_MODES),
+    "vllm_sleep_level": _one_of((1, 2)),
     "vllm_gpu_memory_utilization": (lambda value: 0 < value <= 1, "give a share above 0 and at most 1"),
     "vllm_max_model_length": _whole(2),
     "vllm_tensor_parallel_size": _whole(1),
