@@ -145,7 +145,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """Give device memory back, where `vllm_enable_sleep_mode` asks for it: the KV cache and the engine's weights.
 
-        The weights go to host memory (level 1) or nowhere (level 2). Those shared with the trainer stay where they are.
+        The weights go to host memory (level 1) or nowhere (level 2). What the trainer shares stays where it is.
         """
         if self.settings.enable_sleep_mode:
             with self._running():
