@@ -186,6 +186,12 @@ def test_base_that_cannot_be_shared(make, options, words):
     assert [words in reason for reason in plan.share_reasons] == [True]
 
 
+def test_packed_base_cannot_be_shared():
+    capabilities = EngineCapabilities(packs_weights=True)
+    plan = select_sync(make_policy(lora()), config(vllm_share_base=True), capabilities)
+    assert plan.share_reasons == ("vLLM computes with packed copies of its weights on the CPU",)
+
+
 def test_base_is_shared_only_on_demand():
     model = make_policy(lora())
     assert select_sync(model, config(vllm_share_base=True), LLAMA).share_base

@@ -108,6 +108,7 @@ def engine_capabilities(config: Any, dtype: torch.dtype, device: torch.device) -
         architecture=names,
         dtype=dtype,
         lora_dtypes=vllm_worker.lora_dtypes(device),
+        packs_weights=vllm_worker.packs_weights(device),
     )
 
 

@@ -137,6 +137,15 @@ def lora_dtypes(device: torch.device) -> frozenset[torch.dtype] | None:
     return None if device.type == "cpu" else frozenset({torch.float16, torch.bfloat16})
 
 
+def packs_weights(device: torch.device) -> bool:
+    """Whether linear layers compute with packed copies of their weights."""
+    if device.type != "cpu":
+        return False
+    from vllm import _custom_ops
+
+    return _custom_ops._supports_onednn
+
+
 def abort_unfinished(llm: LLM) -> None:
     """Take every request out of the scheduler, so that a failed `generate` does not wedge the next one.
 

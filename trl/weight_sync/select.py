@@ -51,6 +51,7 @@ class EngineCapabilities:
         architecture (`str`): Name of the architecture, for messages.
         dtype (`torch.dtype`): What the engine will compute in.
         lora_dtypes (`frozenset[torch.dtype]`, *optional*): What its LoRA kernels can compute in; any if `None`.
+        packs_weights (`bool`): Whether it computes with copies of its weights in a layout of their own.
     """
 
     supports_lora: bool = True
@@ -59,6 +60,7 @@ class EngineCapabilities:
     architecture: str = "the model"
     dtype: torch.dtype = torch.float32
     lora_dtypes: frozenset[torch.dtype] | None = None
+    packs_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,8 @@ def unservable_reasons(model: nn.Module, capabilities: EngineCapabilities, strat
 
 def unshareable_reasons(model: nn.Module, strategy: str, capabilities: EngineCapabilities) -> Iterator[str]:
     """Every reason why an engine cannot use the trainer's base weights in place of a copy."""
+    if capabilities.packs_weights:
+        yield "vLLM computes with packed copies of its weights on the CPU"
     if strategy == FULL:
         yield "full weights are sent, which would be written over the trainer's"
     parameters = [
