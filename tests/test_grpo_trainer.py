@@ -232,15 +232,35 @@ def test_gradient_checkpointing_changes_nothing(start, use_reentrant):
 
 
 @pytest.mark.parametrize(
-    ("given", "free", "settled"),
-    [(None, None, True), (None, 2**40, False), (None, 2**10, True), (True, 2**40, True), (False, 2**10, False)],
+    ("given", "free", "settled", "recomputed"),
+    [
+        (None, None, True, 2),
+        (None, 2**40, False, 0),
+        (None, 2**10, True, 2),
+        (None, "enough for half", True, 1),
+        (True, 2**40, True, 2),
+        (False, 2**10, False, 0),
+    ],
 )
-def test_trainer_settles_checkpointing(start, monkeypatch, caplog, given, free, settled):
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+def test_trainer_settles_checkpointing(start, monkeypatch, caplog, given, free, settled, recomputed):
     caplog.set_level(logging.INFO, "trl")
+    if free == "enough for half":
+        measured = []
+        total = memory.ActivationEstimate.total
+        monkeypatch.setattr(
+            memory.ActivationEstimate, "total", lambda *args: measured.append(total(*args)) or measured[-1]
+        )
+        monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+        start()
+        free = 0.75 * measured[-1] / 0.8
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    caplog.clear()
     trainer = start(gradient_checkpointing=given)
     assert trainer.args.gradient_checkpointing is settled
-    assert ("Gradient checkpointing is" in caplog.text) == (given is None and free is not None)
+    assert ("Gradient checkpointing: " in caplog.text) == (given is None and free is not None)
+    trainer.train()
+    flags = [layer.gradient_checkpointing for layer in memory.checkpointing_layers(trainer.model)]
+    assert flags == [True] * recomputed + [False] * (2 - recomputed)
 
 
 def test_measuring_activations_changes_nothing(start, monkeypatch):

@@ -6,7 +6,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from tests.testing_utils import make_model
-from trl.trainer.memory import ActivationEstimate, checkpointing_needed, estimate_activations, saved_bytes
+from trl.trainer.memory import (
+    ActivationEstimate,
+    checkpointing_layers,
+    estimate_activations,
+    layers_to_checkpoint,
+    saved_bytes,
+)
 from trl.trainer.rollouts import MicroBatch
 from trl.trainer.token_logprobs import TokenScorer
 
@@ -42,9 +48,26 @@ def test_copies_of_weights_do_not_grow_with_the_batch():
     assert estimate.fixed == pytest.approx(2 * 512 * 512, rel=1e-6)
 
 
-@pytest.mark.parametrize(("free", "needed"), [(1000, False), (999, True)])
-def test_checkpointing_is_needed_when_activations_do_not_fit(free, needed):
-    estimate = ActivationEstimate(fixed=100, per_token=10, per_pair=1)
-    answer, why = checkpointing_needed(estimate, free, sequences=5, length=10, share=1.1)
-    assert answer == needed
+@pytest.mark.parametrize(("free", "layers"), [(850, 0), (849, 1), (775, 1), (774, 2), (140, 10), (10, 10)])
+def test_as_many_layers_recompute_as_do_not_fit(free, layers):
+    estimate = ActivationEstimate(fixed=100, per_token=10, per_pair=0.5)  # 100 + 5 * 150 in all, so 75 for a layer
+    number, why = layers_to_checkpoint(estimate, free, sequences=5, length=10, num_layers=10, share=1.0)
+    assert number == layers
+    assert f"{layers} of 10 layers" in why
     assert "5 sequences of 10 tokens" in why
+
+
+def test_memory_is_what_it_was_settled_to_be():
+    model = get_peft_model(make_model(num_hidden_layers=8, vocab_size=16), LoraConfig()).train()
+    scorer = TokenScorer(model)
+    layers = checkpointing_layers(model)
+    assert len(layers) == 8
+
+    def kept():
+        return saved_bytes(model, lambda: scorer(model, MicroBatch.of_zeros(2, 128, torch.device("cpu"))))
+
+    everything = kept()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers[5:]:
+        layer.gradient_checkpointing = False
+    assert kept() == pytest.approx(everything * 3 / 8, rel=0.2)

@@ -27,8 +27,8 @@ class GRPOConfig(TrainingArguments):
 
     Defaults that differ from `TrainingArguments`: `learning_rate=1e-6`, `logging_steps=10`,
     `remove_unused_columns=False`, `bf16`, which is on where the device supports it unless `fp16` or `bf16=False` is
-    given, and `gradient_checkpointing` (not re-entrant), which is on unless a GPU has the memory to do without; `True`
-    and `False` decide it.
+    given, and `gradient_checkpointing` (not re-entrant), on for as many layers as a GPU's memory is short for;
+    `True` is for all and `False` for none.
 
     Completions of one rollout: `generation_batch_size = per_device_train_batch_size * number of processes *
     steps_per_generation`. It must be a multiple of `num_generations`.

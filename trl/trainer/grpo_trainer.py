@@ -158,6 +158,7 @@ class GRPOTrainer(Trainer):
         self.sampling = _sampling_config(args, stop_token_ids(policy, tokenizer))
         self._scorer = TokenScorer(policy, args.temperature, fused=not args.torch_compile)
         self._ref_scorer = self._scorer if reference is None else TokenScorer(reference, args.temperature)
+        self._kept_layers: list[nn.Module] = []  # that keep their activations although others are recomputed
         self._layers_under_autocast = tuner_layers(policy) if args.bf16 or args.fp16 else []
         self._metrics = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self._micro_batches: list[MicroBatch] = []
@@ -203,16 +204,20 @@ class GRPOTrainer(Trainer):
         """Decide on gradient checkpointing where the user has not: by the memory that is left beside the engine."""
         if self.args.gradient_checkpointing is None:
             self.rollout_engine.sleep()  # as while training
-            self.args.gradient_checkpointing = self._needs_checkpointing(policy)
+            layers = memory.checkpointing_layers(policy)
+            number = self._layers_to_checkpoint(policy, layers)
+            # The first ones recompute: when the backward pass reaches them, the others have let go of theirs.
+            self._kept_layers = layers[number:]
+            self.args.gradient_checkpointing = number > 0
         if self.args.gradient_checkpointing:
             let_gradients_through_checkpoints(policy, self.args.gradient_checkpointing_kwargs)
 
-    def _needs_checkpointing(self, policy: nn.Module) -> bool:
+    def _layers_to_checkpoint(self, policy: nn.Module, layers: list[nn.Module]) -> int:
         device = self.accelerator.device
         free = memory.free_bytes(device)
         # Shares of a sharded model are gathered in the backward pass, which processes must not disagree on.
-        if free is None or self.accelerator.num_processes > 1:
-            return True
+        if free is None or not layers or self.accelerator.num_processes > 1:
+            return max(1, len(layers))
 
         def forward(length: int) -> Any:
             with self.accelerator.autocast(), inputs_not_cast(self._layers_under_autocast):
@@ -224,9 +229,9 @@ class GRPOTrainer(Trainer):
         policy.train(was_training)
         prompt = longest_prompt(self.train_dataset, self.processing_class, self.args.chat_template_kwargs)
         sequences, length = self.args.per_device_train_batch_size, prompt + self.args.max_completion_length
-        needed, why = memory.checkpointing_needed(estimate, free, sequences, length)
+        number, why = memory.layers_to_checkpoint(estimate, free, sequences, length, len(layers))
         logger.info(why)
-        return needed
+        return number
 
     def close(self) -> None:
         """Close the rollout engine and release what it holds. May be called twice; the trainer cannot sample then."""
@@ -525,6 +530,8 @@ class GRPOTrainer(Trainer):
 
     def _start_training(self, dataloader: DataLoader) -> None:
         """Find out where in the data a run goes on. The policy may have come from a checkpoint."""
+        for layer in self._kept_layers:
+            layer.gradient_checkpointing = False  # which transformers has just set for all
         self.weight_sync.policy_changed()
         accumulated = self.args.gradient_accumulation_steps
         epochs, updates = divmod(self.state.global_step, -(-len(dataloader) // accumulated))

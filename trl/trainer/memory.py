@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 PROBE_LENGTHS = (64, 128, 256)
@@ -72,25 +74,32 @@ def free_bytes(device: torch.device) -> int | None:
     return unused + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def checkpointing_needed(
-    estimate: ActivationEstimate, free: int, sequences: int, length: int, share: float = 0.8
-) -> tuple[bool, str]:
-    """Decide on gradient checkpointing, and say why.
+def layers_to_checkpoint(
+    estimate: ActivationEstimate, free: int, sequences: int, length: int, num_layers: int, share: float = 0.8
+) -> tuple[int, str]:
+    """How many layers of a model have to recompute their activations in the backward pass, and why.
 
     Args:
         estimate ([`ActivationEstimate`]): Of the model without checkpoints.
         free (`int`): Bytes that are free.
         sequences, length (`int`): The largest micro-batch that can come, in sequences and tokens.
+        num_layers (`int`): Layers that the model has.
         share (`float`, defaults to `0.8`): How much of `free` activations may take. The rest is for what is not
-            counted: gradients, a chunk of logits, and gaps between blocks.
+            counted: gradients, a chunk of logits, what a checkpoint keeps, and gaps between blocks.
 
     Returns:
-        `tuple[bool, str]`: Whether it is needed, and a line for the log.
+        `tuple[int, str]`: From 0 to `num_layers`, and a line for the log.
     """
     needed = estimate.total(sequences, length)
-    checkpointing = needed > share * free
-    return checkpointing, (
-        f"Gradient checkpointing is {'on' if checkpointing else 'off'}: without it a micro-batch of {sequences} "
-        f"sequences of {length} tokens keeps {needed / GIBIBYTE:.1f} GiB of activations, and {free / GIBIBYTE:.1f} "
-        "GiB are free. Set gradient_checkpointing to choose yourself."
+    excess = max(0.0, needed - share * free)
+    layers = min(num_layers, math.ceil(num_layers * excess / max(1.0, needed - estimate.fixed)))
+    return layers, (
+        f"Gradient checkpointing: {layers} of {num_layers} layers. Without it a micro-batch of {sequences} sequences "
+        f"of {length} tokens keeps {needed / GIBIBYTE:.1f} GiB of activations, and {free / GIBIBYTE:.1f} GiB are "
+        "free. Set gradient_checkpointing to choose all or none."
     )
+
+
+def checkpointing_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    """The layers of a transformers model that can recompute their activations, in their order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
