@@ -4,8 +4,9 @@ import os
 
 import pytest
 import torch
-from peft import IA3Config, LoHaConfig
+from peft import IA3Config, LoHaConfig, PeftModel
 
+from tests.testing_utils import make_model
 from tests.vllm_utils import lora, make_policy, move
 from trl.weight_sync import base_tensors, check_logprobs, logprob_difference
 
@@ -108,7 +109,7 @@ def base_state(model):
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_engine_serves_the_policy(name, architecture, start_engine, prompts):
+def test_engine_serves_the_policy(name, architecture, start_engine, prompts, tmp_path):
     peft_config, *strategies, model_arguments = ADAPTERS[name]
     if architecture == "qwen2":
         model_arguments = {key: value for key, value in model_arguments.items() if key != "attention_bias"}
@@ -130,6 +131,13 @@ def test_engine_serves_the_policy(name, architecture, start_engine, prompts):
     assert dict(os.environ) == environment
     for key, tensor in base_state(model).items():
         assert torch.equal(tensor, base[key]), key
+
+    model.save_pretrained(tmp_path)
+    if peft_config is not None:
+        restored = PeftModel.from_pretrained(make_model(architecture, **model_arguments), tmp_path).eval()
+        token_ids = torch.tensor([prompts[3]])
+        with torch.no_grad():
+            torch.testing.assert_close(restored(token_ids).logits, model.eval()(token_ids).logits)
 
 
 MERGEABLE = [(name, "llama") for name, row in ADAPTERS.items() if row[1] == "dynamic"]
