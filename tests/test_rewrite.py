@@ -8,7 +8,9 @@ import textwrap
 import pytest
 import torch
 
+from trl.generation import AdapterModule
 from trl.generation import rewrite as rewrite_module
+from trl.generation.merged_weights import merge_error
 from trl.generation.rewrite import relative_error, rewrite
 
 
@@ -109,3 +111,16 @@ def test_kernel_for_the_gpu_computes_the_same():
     environment = dict(os.environ) if torch.cuda.is_available() else {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=environment, capture_output=True)
     assert result.returncode == 0, result.stderr.decode()
+
+
+def test_error_is_estimated_from_some_modules():
+    base, adapter = {}, {}
+    for index in range(60):
+        weight, lora_a, lora_b = weights(64, 48, size=0.005, seed=index)
+        base[f"{index}"], adapter[f"{index}"] = weight, AdapterModule(lora_a, lora_b, 2.0)
+    exact = relative_error(torch.stack([rewrite(None, base[name], *adapter[name]) for name in base]))
+    assert merge_error(adapter, base, torch.bfloat16) == pytest.approx(exact)
+    estimate = merge_error(adapter, base, torch.bfloat16, num_modules=16)
+    assert estimate == merge_error(adapter, base, torch.bfloat16, num_modules=16)
+    assert estimate != exact
+    assert estimate == pytest.approx(exact, rel=0.1)

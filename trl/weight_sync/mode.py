@@ -15,6 +15,9 @@ MERGE_ERROR_BOUND = 0.05
 SAMPLES = 2
 """Rollouts measured each way before a decision. The faster counts: the first also warms caches up."""
 
+ERROR_SAMPLE = 16
+"""Modules that the error is estimated from before a policy is merged. A merge returns that of all."""
+
 CHANGE = 0.5
 """Relative change of completion length or error after which a decision is made anew."""
 

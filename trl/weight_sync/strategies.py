@@ -18,7 +18,7 @@ from torch import nn
 from ..generation.engine import PolicyUpdate, PushReport, RolloutEngine
 from ..generation.merged_weights import merge_error
 from .adapter import active_adapters, base_model, canonical_adapter, is_bitsandbytes, lora_layers, policy_modules
-from .mode import ModeChooser
+from .mode import ERROR_SAMPLE, ModeChooser
 from .select import AUTO, MERGED, SyncPlan, fused_siblings
 
 
@@ -193,7 +193,8 @@ class WeightSync:
         base = {name: module.weight.detach() for name, module in self._bases.items()}
         merge = self.plan.strategy == MERGED
         if self.chooser is not None:
-            merge = self.chooser.choose(merge_error(adapter, base, self.plan.dtype)) == MERGED
+            error = merge_error(adapter, base, self.plan.dtype, num_modules=ERROR_SAMPLE)
+            merge = self.chooser.choose(error) == MERGED
         beside = partial(policy_tensors, self.model, _is_auxiliary, self.plan.fused_modules)
         return PolicyUpdate(version, adapter, base if merge else None, beside if self._has_auxiliary else None)
 
