@@ -7,6 +7,7 @@ from .._lazy import lazy_names
 
 _MODULES = {
     "AdapterModule": ".engine",
+    "PolicyMismatchError": ".engine",
     "PolicyUpdate": ".engine",
     "PushReport": ".engine",
     "Rollout": ".engine",
@@ -17,11 +18,20 @@ _MODULES = {
 }
 
 if TYPE_CHECKING:
-    from .engine import AdapterModule, PolicyUpdate, PushReport, Rollout, RolloutEngine, SamplingConfig
+    from .engine import (
+        AdapterModule,
+        PolicyMismatchError,
+        PolicyUpdate,
+        PushReport,
+        Rollout,
+        RolloutEngine,
+        SamplingConfig,
+    )
     from .factory import check_engine, create_rollout_engine
 
 __all__ = [
     "AdapterModule",
+    "PolicyMismatchError",
     "PolicyUpdate",
     "PushReport",
     "Rollout",

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
+class PolicyMismatchError(RuntimeError):
+    """What the engine would sample from is not the policy that was sent. Raised instead of serving it."""
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """How completions are sampled. The same meaning in every engine.

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..weight_sync.verify import PolicyMismatchError
-from .engine import AdapterModule
+from .engine import AdapterModule, PolicyMismatchError
 from .rewrite import relative_error, rewrite
 
 

@@ -16,10 +16,10 @@ import torch
 from transformers import PretrainedConfig
 
 from ..weight_sync.select import SyncPlan
-from ..weight_sync.verify import PolicyMismatchError
 from . import vllm_worker
 from .engine import (
     AdapterModule,
+    PolicyMismatchError,
     PolicyUpdate,
     PushReport,
     Rollout,

@@ -20,8 +20,7 @@ from packaging.version import Version
 
 from ..weight_sync.adapter import fold_scaling
 from ..weight_sync.share import SharedTensor
-from ..weight_sync.verify import PolicyMismatchError
-from .engine import AdapterModule
+from .engine import AdapterModule, PolicyMismatchError
 from .merged_weights import MergedWeights
 
 

@@ -7,11 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..generation.engine import RolloutEngine, SamplingConfig
-
-
-class PolicyMismatchError(RuntimeError):
-    """What the engine would sample from is not the policy that was sent. Raised instead of serving it."""
+from ..generation.engine import PolicyMismatchError, RolloutEngine, SamplingConfig
 
 
 @torch.no_grad()
