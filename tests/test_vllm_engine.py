@@ -80,7 +80,7 @@ def test_nan_in_the_adapter_is_refused_and_the_old_policy_served(policy, prompts
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[3, 2] = float("nan")
-    with pytest.raises(ValueError, match=r"NaN or infinity in 1 modules \(model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(ValueError, match=r"NaN or infinity in 1 tensors \(model\.layers\.1\.mlp\.up_proj"):
         sync.push(engine)
     assert engine.generate(prompts, GREEDY) == before
     with torch.no_grad():

@@ -33,9 +33,30 @@ def test_merging_a_broken_adapter_changes_nothing(start_engine, prompts):
     before = engine.generate(prompts, GREEDY)
     with torch.no_grad():
         next(p for name, p in model.named_parameters() if "lora_B" in name)[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"NaN or infinity in 1 modules"):
+    with pytest.raises(ValueError, match=r"NaN or infinity in 1 tensors"):
         sync.push(engine)
     assert engine.generate(prompts, GREEDY) == before
+
+
+def test_weights_that_overflow_are_not_served(start_engine, prompts):
+    model = move(make_policy(lora()))
+    engine, sync = start_engine(model, vllm_lora_mode="merged")
+    sync.push(engine)
+
+    def fill(value):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "layers.0.mlp.up_proj.lora" in name:
+                    parameter.fill_(value)
+
+    fill(1e30)  # finite, but not their product
+    with pytest.raises(ValueError, match=r"overflow in float32.*vllm_lora_mode='dynamic'"):
+        sync.push(engine)
+    with pytest.raises(PolicyMismatchError, match="serves no policy"):
+        engine.generate(prompts, GREEDY)
+    fill(0.01)
+    sync.push(engine)
+    check_logprobs(engine, model, prompts)
 
 
 def test_engine_refuses_to_sample_from_weights_that_were_rewritten_half_way(start_engine, prompts, monkeypatch):

@@ -9,9 +9,9 @@ from peft import IA3Config, LoHaConfig, LoKrConfig
 
 from tests.testing_utils import make_model
 from tests.vllm_utils import lora, make_policy, move
-from trl.generation.engine import PolicyUpdate, PushReport
+from trl.generation.engine import PolicyUpdate, PushReport, fold_scaling
 from trl.weight_sync import EngineCapabilities, WeightSync, base_tensors, select_sync
-from trl.weight_sync.adapter import canonical_adapter, fold_scaling, lora_layers
+from trl.weight_sync.adapter import canonical_adapter, lora_layers
 
 
 LLAMA = EngineCapabilities(fused_modules=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")))

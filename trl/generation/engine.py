@@ -9,11 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class PolicyMismatchError(RuntimeError):
@@ -70,11 +68,22 @@ class AdapterModule(NamedTuple):
         lora_b (`torch.Tensor`): `[out_features, rank]` (`[embedding_dim, rank]` for an embedding), times `scaling`.
         scaling (`float`): What still has to be multiplied into `lora_b`, in float32, before it is cast. `1.0` once
             folded.
+        is_embedding (`bool`): Whether the weight, which has a row for each token, is the transpose of `B @ A`.
     """
 
     lora_a: torch.Tensor
     lora_b: torch.Tensor
     scaling: float = 1.0
+    is_embedding: bool = False
+
+
+@torch.no_grad()
+def fold_scaling(adapter: Mapping[str, AdapterModule]) -> list[torch.Tensor]:
+    """`scaling * B` of every module, multiplied in float32, as new tensors in the order of `adapter`."""
+    lora_b = [module.lora_b.float() for module in adapter.values()]
+    if not lora_b:
+        return []
+    return list(torch._foreach_mul(lora_b, [module.scaling for module in adapter.values()]))
 
 
 def adapter_bytes(adapter: Mapping[str, AdapterModule]) -> int:

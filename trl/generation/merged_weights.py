@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from .engine import AdapterModule, PolicyMismatchError
-from .rewrite import relative_error, rewrite
+from .engine import AdapterModule, PolicyMismatchError, fold_scaling
+from .rewrite import Rewrite, relative_error, rewrite
 
 
 class EngineWeight(Protocol):
@@ -18,10 +18,12 @@ class EngineWeight(Protocol):
     Attributes:
         modules (`tuple[str, ...]`): Modules of the checkpoint whose rows it holds, one after the other.
         dtype (`torch.dtype`): What the engine computes in.
+        is_packed (`bool`): Whether the engine computes with a copy, which is made when the weight is finished.
     """
 
     modules: tuple[str, ...]
     dtype: torch.dtype
+    is_packed: bool
 
     def begin(self, shape: tuple[int, int]) -> torch.Tensor:
         """The weight to be written to: the engine's own, or memory for a new one."""
@@ -46,6 +48,7 @@ class MergedWeights:
 
     def __init__(self, weights: Sequence[EngineWeight], base: Mapping[str, torch.Tensor]):
         self.weights = weights
+        self.dtype = weights[0].dtype
         wrong = [weight.modules[0] for weight in weights if not weight.holds(_joined(weight, base))]
         if wrong:
             raise PolicyMismatchError(
@@ -65,23 +68,47 @@ class MergedWeights:
             `torch.Tensor`: `[2]`, see [`~trl.generation.rewrite.relative_error`].
 
         Raises:
+            ValueError: When weights with the adapter in them are not finite. What the engine serves then is undefined.
             PolicyMismatchError: When the engine does not compute with what was written.
         """
-        sums = []
-        for weight in self.weights:
-            parts = _parts(weight, base)
-            shape = (sum(part.shape[0] for part in parts.values()), base[weight.modules[0]].shape[1])
-            target = weight.begin(shape)
-            start = 0
-            for module, part in parts.items():
-                rows = target[start : start + part.shape[0]]
-                start += part.shape[0]
-                if module in adapter:
-                    sums.append(rewrite_module(rows, part, adapter[module]))
-                else:
-                    rows.copy_(part, non_blocking=True)
-            weight.finish(target)
-        return torch.stack(sums).sum(dim=0) if sums else torch.zeros(2)
+        # One kernel for everything, but where that would need memory for a second copy of everything.
+        packed = any(weight.is_packed for weight in self.weights)
+        groups = [[weight] for weight in self.weights] if packed else [self.weights]
+        factors = delta_factors(adapter)
+        return torch.stack([_write(group, factors, base) for group in groups]).sum(dim=0)
+
+
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def delta_factors(adapter: Mapping[str, AdapterModule]) -> Factors:
+    """`left [rows, rank]` and `right [rank, columns]` of every module, in float32, whose product is its delta."""
+    factors = {}
+    for (name, module), lora_b in zip(adapter.items(), fold_scaling(adapter), strict=True):
+        lora_a = module.lora_a.float()
+        factors[name] = (lora_a.T, lora_b.T) if module.is_embedding else (lora_b, lora_a)
+    return factors
+
+
+def _write(weights: Sequence[EngineWeight], factors: Factors, base: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    changed, targets = [], []
+    for weight in weights:
+        parts = {module: base[module] for module in weight.modules}
+        target = weight.begin((sum(len(part) for part in parts.values()), base[weight.modules[0]].shape[1]))
+        targets.append(target)
+        start = 0
+        for module, part in parts.items():
+            rows = target[start : start + len(part)]
+            start += len(part)
+            if module in factors:
+                changed.append(Rewrite(rows, part, *factors[module]))
+            else:
+                rows.copy_(part, non_blocking=True)
+    sums = rewrite(changed, weights[0].dtype)
+    _check_overflow(sums, weights[0].dtype)
+    for weight, target in zip(weights, targets, strict=True):
+        weight.finish(target)
+    return sums
 
 
 class PristineCopy:
@@ -130,22 +157,25 @@ def merge_error(
         base (`dict[str, torch.Tensor]`): The pristine weights.
         dtype (`torch.dtype`): That of the engine's weights.
         num_modules (`int`, *optional*): Look at so many modules only, the same ones each time, for an estimate.
+
+    Raises:
+        ValueError: When weights with the adapter in them are not finite.
     """
     names = list(adapter)
     if num_modules is not None and num_modules < len(names):
         names = random.Random(0).sample(names, num_modules)
-    with torch.no_grad():
-        return relative_error(
-            torch.stack([rewrite_module(None, base[name].to(dtype), adapter[name]) for name in names])
+    factors = delta_factors({name: adapter[name] for name in names})
+    sums = rewrite([Rewrite(None, base[name], *factors[name]) for name in names], dtype)
+    _check_overflow(sums, dtype)
+    return relative_error(sums)
+
+
+def _check_overflow(sums: torch.Tensor, dtype: torch.dtype) -> None:
+    if not bool(sums.isfinite().all()):
+        raise ValueError(
+            f"Weights with the adapter in them overflow in {str(dtype).removeprefix('torch.')}, so they cannot be "
+            "sampled from. Lower the learning rate or max_grad_norm, or set vllm_lora_mode='dynamic'."
         )
-
-
-def rewrite_module(out: torch.Tensor | None, base: torch.Tensor, module: AdapterModule) -> torch.Tensor:
-    """[`rewrite`] for one module. An embedding, `[vocab, dim]`, has its factors the other way round."""
-    lora_a, lora_b = module.lora_a, module.lora_b
-    if base.shape != (lora_b.shape[0], lora_a.shape[1]):
-        lora_a, lora_b = lora_b.T, lora_a.T
-    return rewrite(out, base, lora_a, lora_b, module.scaling)
 
 
 def _parts(weight: EngineWeight, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,34 +9,50 @@ of a small adapter most is lost. How much is returned with every rewrite.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 
-ROWS_AT_A_TIME = 2**22
+ELEMENTS_AT_A_TIME = 2**22
 """Elements of a weight that the portable implementation works on at a time."""
 
 
-def rewrite(
-    out: torch.Tensor | None, base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scaling: float = 1.0
-) -> torch.Tensor:
-    """Write `base + scaling * lora_b @ lora_a` to `out`.
+class Rewrite(NamedTuple):
+    """One weight and what to make of it: `out = base + left @ right`.
+
+    Attributes:
+        out (`torch.Tensor` or `None`): `[rows, columns]`; may be `base` itself. `None` to learn the error only.
+        base (`torch.Tensor`): `[rows, columns]`, of any floating dtype.
+        left (`torch.Tensor`): `[rows, rank]`, in float32, the adapter's scaling in it.
+        right (`torch.Tensor`): `[rank, columns]`, in float32.
+    """
+
+    out: torch.Tensor | None
+    base: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@torch.no_grad()
+def rewrite(weights: Sequence[Rewrite], dtype: torch.dtype) -> torch.Tensor:
+    """Make all of these weights. On a GPU that is one kernel for all of them.
 
     Args:
-        out (`torch.Tensor`, *optional*): `[out_features, in_features]`, of any floating dtype; may be `base` itself.
-            `None` to learn the error only.
-        base (`torch.Tensor`): `[out_features, in_features]`, of the dtype of `out`.
-        lora_a (`torch.Tensor`): `[rank, in_features]`.
-        lora_b (`torch.Tensor`): `[out_features, rank]`.
-        scaling (`float`, defaults to `1.0`): Factor of the product.
+        weights (`Sequence[Rewrite]`): On one device. Either all have an `out` or none has.
+        dtype (`torch.dtype`): That of every `out`. A `base` of another is rounded to it first: that is what an engine
+            of this dtype serves without the adapter.
 
     Returns:
-        `torch.Tensor`: `[2]`, in float64, on the device: the sum of squares of what rounding took away from the delta
-        or added to it, and that of the delta. See [`relative_error`].
+        `torch.Tensor`: `[2]`, in float64, on the device: the sum of squares of what rounding took away from the deltas
+        or added to them, and that of the deltas. See [`relative_error`].
     """
-    lora_a, lora_b = lora_a.float().contiguous(), (lora_b.float() * scaling).contiguous()
-    if base.device.type == "cuda":
-        return _rewrite_on_gpu(out, base, lora_a, lora_b)
-    return _rewrite_by_rows(out, base, lora_a, lora_b)
+    if not weights:
+        return torch.zeros(2, dtype=torch.float64)
+    if weights[0].base.device.type == "cuda":
+        return _rewrite_on_gpu(weights, dtype)
+    return torch.stack([_rewrite_by_rows(weight, dtype) for weight in weights]).sum(dim=0)
 
 
 def relative_error(sums: torch.Tensor) -> float:
@@ -45,16 +61,15 @@ def relative_error(sums: torch.Tensor) -> float:
     return (missed / delta) ** 0.5 if delta > 0 else 0.0
 
 
-def _rewrite_by_rows(
-    out: torch.Tensor | None, base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor
-) -> torch.Tensor:
+def _rewrite_by_rows(weight: Rewrite, dtype: torch.dtype) -> torch.Tensor:
+    out, base, left, right = weight
     sums = torch.zeros(2, dtype=torch.float64, device=base.device)
-    step = max(1, ROWS_AT_A_TIME // base.shape[1])
+    step = max(1, ELEMENTS_AT_A_TIME // base.shape[1])
     for start in range(0, base.shape[0], step):
         rows = slice(start, start + step)
-        pristine = base[rows].float()
-        delta = lora_b[rows] @ lora_a
-        rounded = (pristine + delta).to(base.dtype)
+        pristine = base[rows].to(dtype).float()
+        delta = left[rows] @ right
+        rounded = (pristine + delta).to(dtype)
         missed = rounded.float() - pristine - delta
         sums += torch.stack([missed.square().sum(dtype=torch.float64), delta.square().sum(dtype=torch.float64)])
         if out is not None:
@@ -62,9 +77,7 @@ def _rewrite_by_rows(
     return sums
 
 
-def _rewrite_on_gpu(
-    out: torch.Tensor | None, base: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor
-) -> torch.Tensor:
+def _rewrite_on_gpu(weights: Sequence[Rewrite], dtype: torch.dtype) -> torch.Tensor:
     from .rewrite_kernel import rewrite_blocks  # imports Triton, which is there where there is a GPU for it
 
-    return rewrite_blocks(out, base, lora_a, lora_b)
+    return rewrite_blocks(weights, dtype)

@@ -176,7 +176,8 @@ class VllmEngine:
         """Serve `update` from now on.
 
         Raises:
-            ValueError: When the adapter holds NaN or infinity. The policy before it is still served.
+            ValueError: When the adapter holds NaN or infinity; the policy before it is still served. When weights with
+                the adapter in them would; nothing is served until a push succeeds.
             PolicyMismatchError: When the engine does not hold what was sent. Nothing is served until a push succeeds.
         """
         start = time.perf_counter()
@@ -224,7 +225,7 @@ class VllmEngine:
         if self._pristine is None:
             self._pristine = PristineCopy(update.base)
         self._borrowed = {
-            name: AdapterModule(module.lora_a.clone(), module.lora_b.clone(), module.scaling)
+            name: module._replace(lora_a=module.lora_a.clone(), lora_b=module.lora_b.clone())
             for name, module in update.adapter.items()
         }
         return merge_error(update.adapter, update.base, self.settings.dtype)

@@ -18,9 +18,8 @@ import torch
 import torch._dynamo
 from packaging.version import Version
 
-from ..weight_sync.adapter import fold_scaling
 from ..weight_sync.share import SharedTensor
-from .engine import AdapterModule, PolicyMismatchError
+from .engine import AdapterModule, PolicyMismatchError, fold_scaling
 from .merged_weights import MergedWeights
 
 
@@ -360,7 +359,10 @@ class AdapterSlot:
         torch._foreach_copy_(self.input_b, fold_scaling(adapter))
         # A sum is finite only if every term is, and takes no mask as large as the adapter.
         if not torch.isfinite(self.flat.sum(dtype=torch.float32)):
-            _check_finite(adapter, zip(self.staged_a, self.staged_b, strict=True))
+            staged = [each for pair in zip(self.staged_a, self.staged_b, strict=True) for each in pair]
+            raise _not_finite(
+                [name for name, each in zip(self.names, staged, strict=True) if not each.isfinite().all()]
+            )
         return self.flat.numel() * self.flat.element_size()
 
     @torch.no_grad()
@@ -381,14 +383,11 @@ class AdapterSlot:
         return [name for name, held, sent in pairs if not torch.equal(held, sent)]
 
 
-def _check_finite(names: Iterable[str], factors: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    pairs = zip(names, factors, strict=True)
-    broken = [name for name, (a, b) in pairs if not (torch.isfinite(a).all() and torch.isfinite(b).all())]
-    if broken:
-        raise ValueError(
-            f"The adapter holds NaN or infinity in {len(broken)} modules ({', '.join(broken[:3])}, ...). It was not "
-            "sent; the engine keeps serving the policy before it."
-        )
+def _not_finite(names: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"The adapter holds NaN or infinity in {len(names)} tensors ({', '.join(names[:3])}, ...). It was not sent; "
+        "the engine keeps serving the policy before it."
+    )
 
 
 def _matrices(flat: torch.Tensor, sizes: list[int], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -574,10 +573,14 @@ class WorkerExtension:
         return ADAPTER_ID in manager.list_adapters() and manager.lora_index_to_id[SLOT] == ADAPTER_ID
 
     def trl_check_finite(self, adapter: dict[str, AdapterModule]) -> None:
-        """Raise `ValueError` when the adapter holds NaN or infinity."""
-        factors = [factor for module in adapter.values() for factor in (module.lora_a, module.lora_b)]
-        if not torch.stack(torch._foreach_norm(factors, ord=float("inf"))).isfinite().all():
-            _check_finite(adapter, ((module.lora_a, module.lora_b) for module in adapter.values()))
+        """Raise `ValueError` when the adapter holds NaN or infinity, or would in the engine's dtype."""
+        limit = torch.finfo(self.model_runner.dtype).max
+        names = [f"{name}.{key}" for key in ("lora_A", "lora_B") for name in adapter]
+        factors = [*(module.lora_a for module in adapter.values()), *fold_scaling(adapter)]
+        largest = torch.stack([norm.float() for norm in torch._foreach_norm(factors, ord=float("inf"))])
+        if not (largest <= limit).all():
+            broken = [name for name, value in zip(names, largest.tolist(), strict=True) if not value <= limit]
+            raise _not_finite(broken)
 
     def trl_shared_bytes(self, shared: Sequence[SharedTensor]) -> int:
         """How much of this memory the engine computes with."""
@@ -594,6 +597,7 @@ class WorkerExtension:
             `list[float]`: The sums of [`~trl.generation.rewrite.relative_error`].
 
         Raises:
+            ValueError: When weights with the adapter in them are not finite.
             PolicyMismatchError: When the engine does not compute with what was written.
         """
         if self.model_runner.lora_config is not None:

@@ -79,19 +79,18 @@ def canonical_adapter(layers: dict[str, LoraLayer], adapter_name: str) -> dict[s
 
     Returns:
         `dict[str, AdapterModule]`: Parameters by module name, with the scaling that PEFT applies in its forward pass
-        still to be folded into `B` ([`fold_scaling`]).
+        still to be folded into `B` ([`~trl.generation.engine.fold_scaling`]).
     """
     adapter = {}
     for name, layer in layers.items():
         lora_a, lora_b = factors(layer, adapter_name)
-        adapter[name] = AdapterModule(lora_a.detach(), lora_b.detach(), float(layer.scaling[adapter_name]))
+        adapter[name] = AdapterModule(
+            lora_a.detach(),
+            lora_b.detach(),
+            float(layer.scaling[adapter_name]),
+            is_embedding=adapter_name in layer.lora_embedding_A,
+        )
     return adapter
-
-
-def fold_scaling(adapter: dict[str, AdapterModule]) -> list[torch.Tensor]:
-    """`scaling * B` of every module, multiplied in float32, as new tensors in the order of `adapter`."""
-    lora_b = [module.lora_b.float() for module in adapter.values()]
-    return list(torch._foreach_mul(lora_b, [module.scaling for module in adapter.values()]))
 
 
 def required_rank(adapter_rank: int, layers: dict[str, LoraLayer], adapter_name: str) -> int:
