@@ -11,12 +11,13 @@ import os
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedType, gather_object
 from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -35,6 +36,7 @@ from . import memory
 from .callbacks import CompletionsCallback, show_rewards_on_progress_bar
 from .grpo_config import GRPOConfig, accelerate_environment, check_eval_batch
 from .grpo_loss import LossConfig, LossInputs, aggregate_rewards, group_advantages, grpo_loss
+from .lean_layers import LeanLayers
 from .model_loading import (
     check_types,
     frozen_copy,
@@ -160,6 +162,10 @@ class GRPOTrainer(Trainer):
         self._ref_scorer = self._scorer if reference is None else TokenScorer(reference, args.temperature)
         self._kept_layers: list[nn.Module] = []  # that keep their activations although others are recomputed
         self._layers_under_autocast = tuner_layers(policy) if args.bf16 or args.fp16 else []
+        self._lean_layers = None
+        sharded = self.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP)
+        if not sharded and not args.torch_compile:
+            self._lean_layers = LeanLayers(policy, under_autocast=args.bf16 or args.fp16)
         self._metrics = {"train": MetricBuffer(), "eval": MetricBuffer()}
         self._micro_batches: list[MicroBatch] = []
         self._position = 0  # micro-batches of this epoch that were trained on
@@ -220,7 +226,7 @@ class GRPOTrainer(Trainer):
             return max(1, len(layers))
 
         def forward(length: int) -> Any:
-            with self.accelerator.autocast(), inputs_not_cast(self._layers_under_autocast):
+            with self.accelerator.autocast(), self._layers_for_training():
                 return self._scorer(policy, MicroBatch.of_zeros(1, length, device), with_entropy=True)
 
         was_training = policy.training
@@ -297,8 +303,14 @@ class GRPOTrainer(Trainer):
         """Forward and backward pass of the next micro-batch."""
         model.train()
         batch = self._prepare_inputs(inputs)
-        with inputs_not_cast(self._layers_under_autocast):
+        with self._layers_for_training():
             return super().training_step(model, batch, num_items_in_batch)
+
+    @contextmanager
+    def _layers_for_training(self) -> Iterator[None]:
+        with inputs_not_cast(self._layers_under_autocast):
+            with nullcontext() if self._lean_layers is None else self._lean_layers.active():
+                yield
 
     def _prepare_inputs(self, rows: list[dict[str, Any]] | MicroBatch) -> MicroBatch:
         """The next micro-batch; samples a new rollout from `rows` when the one before is used up."""
@@ -413,7 +425,7 @@ class GRPOTrainer(Trainer):
         self.model.train(mode == "train")
 
     def _logprobs(self, batch: MicroBatch) -> Tensor:
-        with self.compute_loss_context_manager():
+        with self.compute_loss_context_manager(), self._layers_for_training():
             return self._scorer(self.model, batch)[0]
 
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor:

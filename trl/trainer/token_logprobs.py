@@ -9,8 +9,7 @@ are never made: see [`linear_logprobs`].
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..weight_sync.adapter import base_model
+from .utils import forward_replaced
 
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class TokenScorer:
             return torch.stack([each for each in outputs if each is not None], dim=-1)
 
         # What takes the place of logits leaves the model as they do, so that wrappers see it pass.
-        with _forward_replaced(self.head, forward):
+        with forward_replaced(self.head, forward):
             outputs = self._forward(model, batch)
         return outputs[..., 0], outputs[..., 1] if with_entropy else None
 
@@ -254,20 +254,6 @@ def _before_completion(values: Tensor, completion_ids: Tensor) -> Tensor:
     return values[:, -completion_ids.shape[1] - 1 : -1]
 
 
-@contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Have the module compute `forward(input)`. Hooks on it, which may gather sharded weights, still run."""
-    previous = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if previous is None:
-            del module.forward
-        else:
-            module.forward = previous
-
-
 def _frozen_head(model: nn.Module) -> nn.Linear | None:
     """The output layer of a causal language model, if [`linear_logprobs`] can stand in for it; otherwise `None`.
 
@@ -282,7 +268,7 @@ def _frozen_head(model: nn.Module) -> nn.Linear | None:
     was_training = model.training
     model.eval()  # no dropout, which would draw random numbers
     try:
-        with torch.no_grad(), _forward_replaced(head, lambda hidden: marks):
+        with torch.no_grad(), forward_replaced(head, lambda hidden: marks):
             logits = model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=device), use_cache=False).logits
     finally:
         model.train(was_training)

@@ -1,15 +1,17 @@
-"""Small parts of the trainer: checks of datasets, the sampler, seeds, padding, and metrics on their way to the log."""
+"""Small parts of the trainer: checks of datasets, the sampler, seeds, padding, metrics on their way to the log, and
+the forward of a module replaced for a while."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Sampler
 
 
@@ -198,3 +200,17 @@ def _reduce(name: str, items: list[float]) -> float:
     if name.endswith("max"):
         return max(items)
     return sum(items) / len(items)
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have the module compute `forward(input)`. Hooks on it, which may gather sharded weights, still run."""
+    previous = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if previous is None:
+            del module.forward
+        else:
+            module.forward = previous
