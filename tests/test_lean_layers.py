@@ -50,7 +50,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "model_type, options",
+    ("model_type", "options"),
     [
         *((each, {}) for each in CONFIGS),
         ("llama", {"use_rslora": True, "rank_pattern": {"q_proj": 2}}),
@@ -97,7 +97,7 @@ def test_mixed_precision_is_no_less_exact_than_that_of_peft():
     assert of_ours.max() < 0.1
 
 
-@pytest.mark.parametrize("model_type, share", [("llama", 0.66), ("phi3", 0.95)])
+@pytest.mark.parametrize(("model_type", "share"), [("llama", 0.66), ("phi3", 0.95)])
 def test_less_is_kept_for_the_backward_pass(model_type, share):
     model = adapted(model_type, torch.bfloat16)
     ids = torch.arange(48).view(1, 48)
@@ -136,7 +136,7 @@ def test_what_the_adapter_is_now_decides():
 def test_layers_are_the_models_own_afterwards():
     model = adapted()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    with pytest.raises(RuntimeError, match="on purpose"), LeanLayers(model).active():
+    with pytest.raises(RuntimeError, match="on purpose"), LeanLayers(model).active():  # noqa: PT012
         assert "forward" in vars(model.base_model.model.model.layers[0].mlp)
         raise RuntimeError("on purpose")
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before

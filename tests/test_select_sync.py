@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import AdaLoraConfig, IA3Config, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.testing_utils import make_model
 from tests.vllm_utils import lora, make_policy, move
@@ -270,3 +271,42 @@ def test_fused_siblings():
         f"model.layers.0.self_attn.{part}_proj" for part in "qkv"
     ]
     assert fused_siblings("lm_head", fused) == ["lm_head"]
+
+
+def test_transposed_weights_are_not_rewritten():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=260))
+    model = get_peft_model(model, LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    plan = select_sync(model, config(vllm_lora_mode="merged"), EngineCapabilities())
+    assert plan.strategy == "full"
+    assert plan.reasons == ("c_attn is a Conv1D, whose weight vLLM keeps transposed",)
+
+
+@pytest.mark.parametrize(("targets", "shared"), [(["q_proj"], True), (["q_proj", "embed_tokens"], False)], ids=str)
+def test_adapter_is_not_put_into_a_tensor_that_two_modules_share(targets, shared):
+    model = make_policy(lora(target_modules=targets), tie_word_embeddings=True)
+    plan = select_sync(model, config(vllm_lora_mode="merged", vllm_share_base=True), LLAMA)
+    assert (plan.strategy, plan.share_base) == ("merged", shared)
+    if not shared:
+        assert plan.share_reasons == (
+            "model.embed_tokens and lm_head are one tensor in the trainer, into which the adapter of one would be put "
+            "for all",
+        )
+
+
+def make_mixture():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 260}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_attention_heads=2, num_key_value_heads=1, **sizes, **experts))
+
+
+def test_mixture_of_experts_is_served_merged_without_a_gpu():
+    model = get_peft_model(make_mixture(), lora(target_modules=["q_proj"]))
+    for packs_weights, strategy in ((False, "auto"), (True, "merged")):
+        plan = select_sync(model, config(vllm_lora_mode="auto"), EngineCapabilities(packs_weights=packs_weights))
+        assert plan.strategy == strategy
+    assert "kernels that need a GPU" in plan.reasons[0]
+
+
+def test_trained_experts_are_refused_without_a_gpu():
+    with pytest.raises(ValueError, match="The experts are trained"):
+        select_sync(make_mixture(), config(), EngineCapabilities(packs_weights=True))

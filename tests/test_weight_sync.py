@@ -222,3 +222,9 @@ def test_engine_that_lost_its_policy_gets_it_again():
     sync.push(engine)
     engine.policy_version = None
     assert sync.push(engine).version == 0
+
+
+@pytest.mark.parametrize(("targets", "tied"), [(["q_proj"], True), (["lm_head"], False)], ids=str)
+def test_tied_output_layer_is_sent_only_where_an_adapter_parts_it(targets, tied):
+    model = make_policy(lora(target_modules=targets), tie_word_embeddings=True)
+    assert ("lm_head.weight" not in dict(base_tensors(model))) is tied

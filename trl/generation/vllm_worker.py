@@ -463,7 +463,8 @@ class LayerWeight:
     def holds(self, weight: torch.Tensor) -> bool:
         held = self.layer.weight
         if held.numel() == 0:
-            return self._computes_with(weight)
+            # The kernel reads as many columns as it was made for, whatever it is given.
+            return weight.shape == _linear_shape(self.layer) and self._computes_with(weight)
         # An embedding is padded to a multiple of 64 rows.
         return held.shape[1] == weight.shape[1] and torch.equal(held[: len(weight)], weight)
 
@@ -471,8 +472,17 @@ class LayerWeight:
         probe = torch.linspace(-1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device).unsqueeze(0)
         product = self.layer.quant_method.apply(self.layer, probe)
         expected = torch.nn.functional.linear(probe, weight)
-        tolerance = 16 * torch.finfo(weight.dtype).eps
-        return product.shape == expected.shape and bool((product - expected).norm() <= tolerance * expected.norm())
+        # Both accumulate in float32, where terms that cancel leave the rounding of each behind, and round the result.
+        terms = torch.nn.functional.linear(probe.abs(), weight.abs())
+        rounding = [16 * torch.finfo(dtype).eps for dtype in (weight.dtype, torch.float32)]
+        limit = rounding[0] * expected.float().norm() + rounding[1] * terms.float().norm()
+        return product.shape == expected.shape and bool((product - expected).float().norm() <= limit)
+
+
+def _linear_shape(layer: Any) -> tuple[int, int]:
+    """`(out, in)` of one of vLLM's linear layers, whose weight may be gone, on this rank."""
+    rows = getattr(layer, "output_size_per_partition", layer.output_size)
+    return rows, getattr(layer, "input_size_per_partition", layer.input_size)
 
 
 def _layer_weights(model: Any, names: Iterable[str]) -> list[LayerWeight]:

@@ -54,6 +54,16 @@ def policy_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
         yield from policy_modules(child, f"{prefix}.{name}" if prefix else name)
 
 
+def tied_head(root: nn.Module) -> nn.Module | None:
+    """The output layer, if it has no weights but those of the embeddings and nothing was put around either."""
+    inputs, head = root.get_input_embeddings(), root.get_output_embeddings()
+    wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    if head is None or isinstance(inputs, wrappers) or isinstance(head, wrappers):
+        return None
+    alone = len(list(head.parameters())) == 1
+    return head if alone and getattr(head, "weight", None) is getattr(inputs, "weight", head) else None
+
+
 def lora_layers(model: nn.Module, adapter_name: str) -> dict[str, LoraLayer]:
     """LoRA layers of one adapter by the checkpoint name of the module that they adapt."""
     return {

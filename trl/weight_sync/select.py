@@ -19,6 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
 
 from .adapter import (
     VLLM_LORA_RANKS,
@@ -138,6 +139,15 @@ def _engine_computes_lora(candidate: _Candidate) -> Iterator[str]:
         yield f"vLLM's LoRA kernels compute in {names} here, training is in {str(dtype).removeprefix('torch.')}"
 
 
+def _experts_computed_with_lora(candidate: _Candidate) -> Iterator[str]:
+    if candidate.capabilities.packs_weights and any(_experts(candidate.model)):
+        yield "vLLM computes experts on a LoRA-enabled engine with kernels that need a GPU"
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, nn.Module]]:
+    return (located for located in policy_modules(base_model(model)) if "experts" in located[0].split("."))
+
+
 def _rank_fits(candidate: _Candidate) -> Iterator[str]:
     rank = required_rank(candidate.config.r, candidate.layers, candidate.name)
     if round_up_rank(rank) is None:
@@ -196,6 +206,8 @@ def _layers_mergeable(candidate: _Candidate) -> Iterator[str]:
             )
         elif is_bitsandbytes(weight):
             reason = f"{last} is quantised, and its weight would have to be quantised again"
+        elif isinstance(base, Conv1D):
+            reason = f"{last} is a Conv1D, whose weight vLLM keeps transposed"
         elif not _is_matrix(weight):
             reason = f"{last} is a {type(base).__name__}, vLLM's weights of linear and embedding layers are rewritten"
         else:
@@ -242,7 +254,14 @@ _CHECKS_FOR_ANY_ADAPTER: tuple[_Check, ...] = (
     _no_other_trained_weights,
 )
 _CHECKS: dict[str, tuple[_Check, ...]] = {
-    DYNAMIC: (*_CHECKS_FOR_ANY_ADAPTER, _engine_serves_lora, _engine_computes_lora, _rank_fits, _layers_servable),
+    DYNAMIC: (
+        *_CHECKS_FOR_ANY_ADAPTER,
+        _engine_serves_lora,
+        _engine_computes_lora,
+        _experts_computed_with_lora,
+        _rank_fits,
+        _layers_servable,
+    ),
     MERGED: (*_CHECKS_FOR_ANY_ADAPTER, _layers_mergeable),
 }
 
@@ -290,6 +309,8 @@ def unshareable_reasons(model: nn.Module, strategy: str, capabilities: EngineCap
     if any(is_bitsandbytes(parameter) for parameter in parameters):
         yield "the base is quantised, and vLLM computes with dequantised weights"
         return
+    if strategy in (MERGED, AUTO):
+        yield from _adapted_tied_weights(model)
     largest = max(parameters, key=lambda parameter: parameter.numel())
     if largest.dtype != capabilities.dtype:
         held, served = (str(dtype).removeprefix("torch.") for dtype in (largest.dtype, capabilities.dtype))
@@ -297,6 +318,21 @@ def unshareable_reasons(model: nn.Module, strategy: str, capabilities: EngineCap
     devices = {parameter.device.type for parameter in parameters}
     if len(devices) > 1 or "meta" in devices:
         yield f"the base is spread over devices ({', '.join(sorted(devices))})"
+
+
+def _adapted_tied_weights(model: nn.Module) -> Iterator[str]:
+    """The adapter of one module must not be put into the weight of another."""
+    names: dict[int, list[str]] = {}
+    adapted = set()
+    for name, wrapper, module in policy_modules(base_model(model)):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter) and weight.device.type != "meta":
+            names.setdefault(weight.data_ptr(), []).append(name)
+            if isinstance(wrapper, LoraLayer):
+                adapted.add(weight.data_ptr())
+    tied = [" and ".join(names[address]) for address in names if address in adapted and len(names[address]) > 1]
+    if tied:
+        yield f"{tied[0]} are one tensor in the trainer, into which the adapter of one would be put for all"
 
 
 def _check_can_be_pushed(model: nn.Module) -> None:
@@ -333,6 +369,16 @@ def _check_can_be_pushed(model: nn.Module) -> None:
             raise ValueError(
                 f"lora_bias=True on {name!r}, which has no bias: vLLM has no place for the adapter's bias. Target "
                 "only modules with a bias, set lora_bias=False, or set use_vllm=False."
+            )
+
+
+def _check_experts(model: nn.Module, capabilities: EngineCapabilities) -> None:
+    """Raise for trained experts on the CPU: vLLM keeps computing with the packed copies of those before."""
+    for name, wrapper, module in _experts(model) if capabilities.packs_weights else ():
+        if wrapper is not None or any(each.requires_grad for each in module.parameters(recurse=False)):
+            raise ValueError(
+                f"The experts are trained ({name}), and vLLM on the CPU cannot be sent new ones. Train other modules "
+                "only (target_modules), run on a GPU, or set use_vllm=False."
             )
 
 
@@ -387,6 +433,7 @@ def select_sync(model: nn.Module, config: Any, capabilities: EngineCapabilities)
             `max_lora_rank` below the adapter's rank, and for policies that cannot be put into vLLM at all.
     """
     _check_can_be_pushed(model)
+    _check_experts(model, capabilities)
     mode = config.vllm_lora_mode or DYNAMIC
     if config.vllm_enable_lora is False and mode != MERGED:
         strategy, reasons = FULL, ("vllm_enable_lora=False",)

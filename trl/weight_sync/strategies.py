@@ -17,7 +17,15 @@ from torch import nn
 
 from ..generation.engine import PolicyUpdate, PushReport, RolloutEngine
 from ..generation.merged_weights import merge_error
-from .adapter import active_adapters, base_model, canonical_adapter, is_bitsandbytes, lora_layers, policy_modules
+from .adapter import (
+    active_adapters,
+    base_model,
+    canonical_adapter,
+    is_bitsandbytes,
+    lora_layers,
+    policy_modules,
+    tied_head,
+)
 from .mode import ERROR_SAMPLE, ModeChooser
 from .select import AUTO, MERGED, SyncPlan, fused_siblings
 
@@ -26,9 +34,15 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def base_tensors(model: nn.Module) -> NamedTensors:
-    """Parameters and persistent buffers of the base model by checkpoint name, adapters left out. No copies."""
-    for name, _, module in policy_modules(base_model(model)):
-        yield from _tensors(name, module)
+    """Parameters and persistent buffers of the base model by checkpoint name, adapters left out. No copies.
+
+    An output layer that is tied to the embeddings is left out, as in a checkpoint.
+    """
+    root = base_model(model)
+    tied = tied_head(root)
+    for name, _, module in policy_modules(root):
+        if module is not tied:
+            yield from _tensors(name, module)
 
 
 def _tensors(name: str, module: nn.Module) -> NamedTensors:
@@ -102,8 +116,11 @@ def policy_tensors(
         for sibling in fused_siblings(name, fused_modules)
         if sibling in located
     )
+    tied = tied_head(base_model(model))
     for name in names:
         wrapper, module = located[name]
+        if module is tied:
+            continue
         if isinstance(wrapper, BaseTunerLayer):
             yield from _merged_tensors(name, wrapper, adapters)
         elif isinstance(wrapper, AuxiliaryTrainingWrapper):
