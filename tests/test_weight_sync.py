@@ -228,3 +228,9 @@ def test_engine_that_lost_its_policy_gets_it_again():
 def test_tied_output_layer_is_sent_only_where_an_adapter_parts_it(targets, tied):
     model = make_policy(lora(target_modules=targets), tie_word_embeddings=True)
     assert ("lm_head.weight" not in dict(base_tensors(model))) is tied
+
+
+def test_output_layer_that_vllm_does_not_tie_is_sent():
+    model = make_model()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert "lm_head.weight" in dict(base_tensors(model))

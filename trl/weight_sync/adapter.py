@@ -54,14 +54,26 @@ def policy_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
         yield from policy_modules(child, f"{prefix}.{name}" if prefix else name)
 
 
+def ties_embeddings(root: nn.Module) -> bool:
+    """Whether the base model's output layer has the weights of its embeddings."""
+    return bool(getattr(root.config.get_text_config(), "tie_word_embeddings", False))
+
+
 def tied_head(root: nn.Module) -> nn.Module | None:
-    """The output layer, if it has no weights but those of the embeddings and nothing was put around either."""
+    """The output layer, if the base model ties it to the embeddings and nothing parts them."""
     inputs, head = root.get_input_embeddings(), root.get_output_embeddings()
     wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    if head is None or isinstance(inputs, wrappers) or isinstance(head, wrappers):
+    if head is None or not ties_embeddings(root) or isinstance(inputs, wrappers) or isinstance(head, wrappers):
         return None
     alone = len(list(head.parameters())) == 1
     return head if alone and getattr(head, "weight", None) is getattr(inputs, "weight", head) else None
+
+
+def sent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, nn.Module]]:
+    """[`policy_modules`] of the base model that a checkpoint has tensors for: without an output layer that is tied."""
+    root = base_model(model)
+    tied = tied_head(root)
+    return (located for located in policy_modules(root) if located[2] is not tied)
 
 
 def lora_layers(model: nn.Module, adapter_name: str) -> dict[str, LoraLayer]:

@@ -18,7 +18,6 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from .adapter import (
@@ -30,6 +29,7 @@ from .adapter import (
     policy_modules,
     required_rank,
     round_up_rank,
+    ties_embeddings,
 )
 
 
@@ -409,8 +409,7 @@ def _buffer_rank(model: nn.Module, max_lora_rank: int | None, adapter: str) -> i
 def _needs_untied_embeddings(model: nn.Module) -> bool:
     """Whether the adapter makes input and output embeddings differ that the base model ties."""
     root = base_model(model)
-    config: PretrainedConfig = root.config
-    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
+    if not ties_embeddings(root):
         return False
     ends = ("embed_tokens", "lm_head")
     return any(wrapper is not None and name.endswith(ends) for name, wrapper, _ in policy_modules(root))

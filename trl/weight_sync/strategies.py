@@ -24,7 +24,7 @@ from .adapter import (
     is_bitsandbytes,
     lora_layers,
     policy_modules,
-    tied_head,
+    sent_modules,
 )
 from .mode import ERROR_SAMPLE, ModeChooser
 from .select import AUTO, MERGED, SyncPlan, fused_siblings
@@ -38,11 +38,8 @@ def base_tensors(model: nn.Module) -> NamedTensors:
 
     An output layer that is tied to the embeddings is left out, as in a checkpoint.
     """
-    root = base_model(model)
-    tied = tied_head(root)
-    for name, _, module in policy_modules(root):
-        if module is not tied:
-            yield from _tensors(name, module)
+    for name, _, module in sent_modules(model):
+        yield from _tensors(name, module)
 
 
 def _tensors(name: str, module: nn.Module) -> NamedTensors:
@@ -108,7 +105,7 @@ def policy_tensors(
         fused_modules (`tuple[tuple[str, ...], ...]`): Modules that vLLM keeps in one tensor come together.
     """
     adapters = active_adapters(model)
-    located = {name: (wrapper, module) for name, wrapper, module in policy_modules(base_model(model))}
+    located = {name: (wrapper, module) for name, wrapper, module in sent_modules(model)}
     names = dict.fromkeys(
         sibling
         for name, (wrapper, module) in located.items()
@@ -116,11 +113,8 @@ def policy_tensors(
         for sibling in fused_siblings(name, fused_modules)
         if sibling in located
     )
-    tied = tied_head(base_model(model))
     for name in names:
         wrapper, module = located[name]
-        if module is tied:
-            continue
         if isinstance(wrapper, BaseTunerLayer):
             yield from _merged_tensors(name, wrapper, adapters)
         elif isinstance(wrapper, AuxiliaryTrainingWrapper):
