@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
-from trl import GRPOTrainer
-from trl.trainer.rollouts import Samples, micro_batch_order
+from trl.trainer.rollouts import micro_batch_order
 
 
 LENGTHS = [7, 3, 9, 1, 8, 2, 6, 4]
@@ -27,12 +24,8 @@ def test_chance_decides_on_the_update():
     assert orders[0] != list(range(8))
 
 
-@pytest.mark.parametrize(("rollout", "update", "sorts"), [(4, 2, True), (2, 4, True), (4, 3, False)])
-def test_updates_that_straddle_rollouts_are_left_to_chance(rollout, update, sorts):
-    arguments = {"steps_per_generation": rollout, "gradient_accumulation_steps": update}
-    args = SimpleNamespace(per_device_train_batch_size=2, loss_type="dapo", **arguments)
-    completions = [[0] * length for length in LENGTHS]
-    samples = Samples([], [[1]] * 8, [], completions, None, [False] * 8)
-    order = GRPOTrainer._order(SimpleNamespace(args=args), samples, 0)
-    by_chance = micro_batch_order(LENGTHS, 0, size_of_update=2 * update, by_length=False)
+@pytest.mark.parametrize(("size_of_update", "sorts"), [(4, True), (8, True), (16, True), (6, False), (12, False)])
+def test_updates_that_straddle_rollouts_are_left_to_chance(size_of_update, sorts):
+    order = micro_batch_order(LENGTHS, 0, size_of_update)
+    by_chance = micro_batch_order(LENGTHS, 0, size_of_update, by_length=False)
     assert (order != by_chance) is sorts

@@ -351,11 +351,8 @@ class GRPOTrainer(Trainer):
             len(prompt) + len(completion)
             for prompt, completion in zip(samples.prompt_ids, samples.completion_ids, strict=True)
         ]
-        rollout, update = self.args.steps_per_generation, self.args.gradient_accumulation_steps
-        # An update that begins within a rollout and ends in the next would get the short samples of the one.
-        whole = rollout % update == 0 or update % rollout == 0
-        by_length = whole and self.args.loss_type != "bnpo"
-        return micro_batch_order(lengths, seed, self.args.per_device_train_batch_size * update, by_length)
+        size_of_update = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return micro_batch_order(lengths, seed, size_of_update, by_length=self.args.loss_type != "bnpo")
 
     def _sample(self, prompts: list[Any], seed: int) -> Samples:
         """Bring the engine to the current policy and sample one completion for each prompt."""

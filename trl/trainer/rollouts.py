@@ -179,7 +179,8 @@ def micro_batch_order(lengths: Sequence[int], seed: int, size_of_update: int, by
     """Which samples of a rollout share an update, and within it a micro-batch.
 
     Chance decides on the update. Within one, samples of similar length come together, because a micro-batch is padded
-    to its longest; the longest come first, so that a run that needs too much memory fails at once.
+    to its longest; the longest come first, so that a run that needs too much memory fails at once. Where updates and
+    rollouts do not end together, chance decides on everything.
 
     Args:
         lengths (`Sequence[int]`): `N` lengths in tokens, prompt and completion together.
@@ -192,7 +193,9 @@ def micro_batch_order(lengths: Sequence[int], seed: int, size_of_update: int, by
         `list[int]`: A permutation of the samples.
     """
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed)).tolist()
-    if not by_length:
+    # An update that begins within this rollout and ends in the next would get the short samples of this one.
+    straddles = len(lengths) % size_of_update and size_of_update % len(lengths)
+    if straddles or not by_length:
         return order
     return [
         sample
