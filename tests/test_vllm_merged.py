@@ -8,7 +8,7 @@ import torch
 from tests.test_vllm_exactness import Choice
 from tests.vllm_utils import lora, make_policy, move
 from trl.generation import SamplingConfig
-from trl.generation.vllm_worker import LayerWeight
+from trl.generation.vllm_worker import LayerWeight, _layer_weights
 from trl.weight_sync import PolicyMismatchError, base_tensors, check_logprobs, logprob_difference
 from trl.weight_sync.adapter import base_model
 
@@ -223,3 +223,33 @@ def test_base_that_somebody_has_written_to_is_noticed(unpacked, start_engine, pr
         base_model(model).model.layers[0].mlp.up_proj.weight[3, 5] += 1
     with pytest.raises(PolicyMismatchError, match=r"1 base weights.*up_proj.*vllm_share_base=False"):
         engine.generate(prompts, GREEDY)
+
+
+@pytest.fixture
+def packed_weight(start_engine):
+    """The weight `[64, 128]` of a linear layer that computes with a packed copy, and what it holds."""
+    model = make_policy(lora())
+    engine, _ = start_engine(model, vllm_lora_mode="merged")
+    name = "model.layers.0.mlp.down_proj"
+    (weights,) = engine._llm.collective_rpc(lambda worker: _layer_weights(worker.model_runner.get_model(), [name]))
+    if not weights[0].is_packed:
+        pytest.skip("on a GPU layers compute with their parameters")
+    return weights[0], dict(base_tensors(model))[f"{name}.weight"]
+
+
+def test_kernels_do_not_see_a_weight_of_another_shape(packed_weight, monkeypatch):
+    weight, held = packed_weight
+    assert weight.holds(held)
+    assert not weight.holds(1.01 * held)
+    monkeypatch.setattr(LayerWeight, "_computes_with", lambda self, other: pytest.fail(f"ran with {other.shape}"))
+    for other in (held.T, held[:, :32], held[:32]):
+        assert not weight.holds(other.contiguous())
+
+
+def test_weights_whose_terms_cancel_are_recognised(packed_weight):
+    weight, held = packed_weight
+    # A row that is symmetric about its middle times one that is antisymmetric: nothing but rounding is left.
+    symmetric = held + held.flip(1)
+    weight.finish(symmetric)
+    assert weight.holds(symmetric)
+    assert not weight.holds(held)
